@@ -1,0 +1,103 @@
+"""What all tests share: the device they run on, the kernel libraries, and fresh interpreters.
+
+``DEVICE=cpu`` (the default) or ``DEVICE=gpu`` says which device MLX's default is. Tests that need a certain
+one carry a marker: ``cpu``, ``gpu``, ``metal`` or ``cuda``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import pytest
+import tvm_ffi
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[1]
+DEVICE = os.environ.get("DEVICE", "cpu")
+
+
+def pytest_configure() -> None:
+    """Make DEVICE MLX's default device."""
+    if DEVICE not in ("cpu", "gpu"):
+        raise pytest.UsageError(f"DEVICE: expected cpu or gpu, got {DEVICE!r}.")
+    device = mx.Device(mx.DeviceType.cpu if DEVICE == "cpu" else mx.DeviceType.gpu, 0)
+    if not mx.is_available(device):
+        raise pytest.UsageError("DEVICE=gpu: this MLX has no GPU here. Run with DEVICE=cpu.")
+    mx.set_default_device(device)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this device or machine cannot run, and say why."""
+    reasons = {
+        "cpu": DEVICE != "cpu" and "is about the CPU; run with DEVICE=cpu",
+        "gpu": DEVICE != "gpu" and "needs a GPU; run with DEVICE=gpu",
+        "metal": (DEVICE != "gpu" or not mx.metal.is_available()) and "needs Metal and DEVICE=gpu",
+        "cuda": (DEVICE != "gpu" or not mx.cuda.is_available()) and "needs CUDA and DEVICE=gpu",
+    }
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def device() -> mx.Device:
+    """MLX's default device, as DEVICE chose it."""
+    return mx.default_device()
+
+
+@pytest.fixture(scope="session")
+def library_path() -> Callable[[str], Path]:
+    """Give the path of the kernel library made from cpp/tests/NAME.cc. Built once a session."""
+    build = ROOT / "build" / "cpp_tests" / f"{sys.implementation.cache_tag}-{Path(sys.prefix).name}"
+    configure = [
+        *("cmake", "-S", ROOT / "cpp" / "tests", "-B", build, "-G", "Ninja"),
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dtvm_ffi_ROOT={tvm_ffi.libinfo.find_cmake_path()}",
+    ]
+    for command in (configure, ["cmake", "--build", build]):
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        result = subprocess.run(
+            command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+        )
+        if result.returncode:
+            pytest.fail(f"cpp/tests does not build:\n{result.stdout}{result.stderr}", pytrace=False)
+    return lambda name: build / "lib" / f"lib{name}.so"
+
+
+@pytest.fixture(scope="session")
+def library(library_path: Callable[[str], Path]) -> Callable[[str], tvm_ffi.Module]:
+    """Load the kernel library made from cpp/tests/NAME.cc."""
+    return lambda name: tvm_ffi.load_module(library_path(name))
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run code in a fresh interpreter, outside the checkout, with a limit of seconds.
+
+    ``env`` adds variables. Fails the test unless the exit status is ``expected``.
+    """
+
+    def run(
+        code: str, *, env: dict[str, str] | None = None, limit: float = 60, expected: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, **(env or {})},
+            timeout=limit,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == expected, f"{result.stdout}{result.stderr}"
+        return result
+
+    return run
