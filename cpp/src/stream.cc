@@ -1,0 +1,296 @@
+/*!
+ * \file stream.cc
+ * \brief Scopes and defaults: the one place with state. Depends on tvm-ffi only and exports
+ * nothing; its table is found through tvm-ffi's registry.
+ */
+#include <mlx_tvm_ffi/stream.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mlx_tvm_ffi {
+namespace {
+
+bool Same(DLDevice a, DLDevice b) {
+  return a.device_type == b.device_type && a.device_id == b.device_id;
+}
+
+std::string Name(DLDevice device) {
+  std::ostringstream name;
+  switch (device.device_type) {
+    case kDLCPU:
+      name << "cpu";
+      break;
+    case kDLCUDA:
+      name << "cuda";
+      break;
+    case kDLMetal:
+      name << "metal";
+      break;
+    case kDLROCM:
+      name << "rocm";
+      break;
+    default:
+      name << "device type " << device.device_type;
+  }
+  name << ':' << device.device_id;
+  return name.str();
+}
+
+void CheckDevice(DLDevice device, const char* function) {
+  // tvm-ffi indexes its environment streams with the id, unchecked.
+  if (device.device_id < 0) {
+    TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi." << function
+                              << "] device: expected an id of 0 or more, got " << Name(device)
+                              << ".";
+  }
+}
+
+mtf_stream* Retained(mtf_stream* stream) {
+  stream->table->retain(stream);
+  return stream;
+}
+
+struct OpenScope {
+  uint64_t serial;
+  DLDevice device;
+  StreamRef stream;
+  bool sets_environment;
+  TVMFFIStreamHandle previous;
+};
+
+// The scopes of a thread, innermost last. The scopes are kept here and not in the caller's memory:
+// one that is never left, or left on another thread, must not leave a dangling pointer behind.
+struct ThreadScopes {
+  uint64_t thread = 0;
+  uint64_t last_serial = 0;
+  std::vector<OpenScope> open;
+};
+
+// A plain pointer, so that scopes can be looked up and left at any time, also after the thread's
+// destructors.
+thread_local ThreadScopes* scopes = nullptr;
+
+// Frees at the end of a thread. Where scopes are still open they stay: releasing a stream then may
+// be too late.
+struct ScopesReaper {
+  ~ScopesReaper() {
+    if (scopes != nullptr && scopes->open.empty()) {
+      delete scopes;
+      scopes = nullptr;
+    }
+  }
+};
+
+ThreadScopes& ScopesOfThread() {
+  if (scopes == nullptr) {
+    static std::atomic<uint64_t> threads{0};
+    static thread_local ScopesReaper reaper;
+    (void)reaper;
+    scopes = new ThreadScopes;
+    scopes->thread = threads.fetch_add(1, std::memory_order_relaxed) + 1;
+  }
+  return *scopes;
+}
+
+struct Defaults {
+  struct Default {
+    DLDevice device;
+    mtf_stream* stream;
+  };
+  std::mutex mutex;
+  std::vector<Default> streams;
+};
+
+// Leaked on purpose: streams may belong to a framework that is gone when static destructors run.
+Defaults& DefaultsOfProcess() {
+  static auto* defaults = new Defaults;
+  return *defaults;
+}
+
+int Current(DLDevice device, mtf_stream** stream) {
+  return detail::Guard(
+      [=] {
+        CheckDevice(device, "CurrentStream");
+        if (device.device_type == kDLMetal) {
+          void* environment = TVMFFIEnvGetStream(device.device_type, device.device_id);
+          if (environment != nullptr) {
+            *stream = Retained(static_cast<mtf_stream*>(environment));
+            return;
+          }
+        }
+        if (scopes != nullptr) {
+          for (auto scope = scopes->open.rbegin(); scope != scopes->open.rend(); ++scope) {
+            if (Same(scope->device, device)) {
+              *stream = Retained(scope->stream.get());
+              return;
+            }
+          }
+        }
+        Defaults& defaults = DefaultsOfProcess();
+        std::lock_guard<std::mutex> lock(defaults.mutex);
+        for (const Defaults::Default& entry : defaults.streams) {
+          if (Same(entry.device, device)) {
+            *stream = Retained(entry.stream);
+            return;
+          }
+        }
+        TVM_FFI_THROW(RuntimeError)
+            << "[mlx_tvm_ffi.CurrentStream] device: expected one with a stream, got "
+            << Name(device)
+            << ", for which this thread has no scope and the process no default. Open a scope "
+               "(StreamScope; in Python mlx_tvm_ffi.stream), or set a default "
+               "(ExchangeDefaultStream; in "
+               "Python mlx_tvm_ffi.set_default_stream).";
+      });
+}
+
+int Innermost(mtf_stream** stream) {
+  const bool open = scopes != nullptr && !scopes->open.empty();
+  *stream = open ? Retained(scopes->open.back().stream.get()) : nullptr;
+  return 0;
+}
+
+int ExchangeDefault(DLDevice device, mtf_stream* stream, mtf_stream** previous) {
+  return detail::Guard([=] {
+    CheckDevice(device, "ExchangeDefaultStream");
+    StreamRef next = StreamRef::Share(stream);
+    if (next && !Same(next.device(), device)) {
+      TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.ExchangeDefaultStream] stream: expected one of "
+                                << Name(device) << ", got one of " << Name(next.device()) << ".";
+    }
+    Defaults& defaults = DefaultsOfProcess();
+    std::lock_guard<std::mutex> lock(defaults.mutex);
+    auto& streams = defaults.streams;
+    auto entry = std::find_if(streams.begin(), streams.end(),
+                              [&](const auto& entry) { return Same(entry.device, device); });
+    *previous = nullptr;
+    if (entry != streams.end()) {
+      *previous = entry->stream;
+      if (next) {
+        entry->stream = next.release();
+      } else {
+        streams.erase(entry);
+      }
+    } else if (next) {
+      streams.push_back({device, next.get()});
+      (void)next.release();
+    }
+  });
+}
+
+int Enter(mtf_stream* stream, mtf_scope* scope) {
+  return detail::Guard([=] {
+    StreamRef owned = StreamRef::Share(stream);
+    if (!owned) {
+      TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.StreamScope] stream: expected one, got null.";
+    }
+    const DLDevice device = owned.device();
+    CheckDevice(device, "StreamScope");
+    void* environment = nullptr;
+    bool sets_environment = true;
+    switch (device.device_type) {
+      case kDLCUDA:
+      case kDLROCM:
+        environment = EncoderScope(owned).encoder();
+        break;
+      case kDLMetal:
+        environment = stream;
+        break;
+      default:
+        sets_environment = false;
+    }
+    ThreadScopes& thread = ScopesOfThread();
+    const uint64_t serial = ++thread.last_serial;
+    thread.open.push_back({serial, device, std::move(owned), sets_environment, nullptr});
+    if (sets_environment && TVMFFIEnvSetStream(device.device_type, device.device_id, environment,
+                                               &thread.open.back().previous) != 0) {
+      thread.open.pop_back();
+      detail::ThrowRaised("StreamScope");
+    }
+    *scope = {thread.thread, serial};
+  });
+}
+
+int Leave(mtf_scope* scope) {
+  return detail::Guard(
+      [=] {
+        if (scope->serial == 0) {
+          TVM_FFI_THROW(RuntimeError)
+              << "[mlx_tvm_ffi.StreamScope] scope: expected an open one, got one "
+                 "that was left or never entered.";
+        }
+        if (scopes == nullptr || scopes->thread != scope->thread) {
+          TVM_FFI_THROW(RuntimeError)
+              << "[mlx_tvm_ffi.StreamScope] thread: expected the one that entered the scope, got "
+                 "another. Leave a scope on the thread that entered it.";
+        }
+        auto& open = scopes->open;
+        const bool is_open = std::any_of(open.begin(), open.end(), [&](const OpenScope& other) {
+          return other.serial == scope->serial;
+        });
+        std::size_t inside = 0;
+        int failed = 0;
+        for (bool done = !is_open; !done;) {
+          OpenScope last = std::move(open.back());
+          open.pop_back();
+          done = last.serial == scope->serial;
+          if (!done) ++inside;
+          if (last.sets_environment) {
+            failed |= TVMFFIEnvSetStream(last.device.device_type, last.device.device_id,
+                                         last.previous, nullptr);
+          }
+        }
+        *scope = {0, 0};
+        if (failed != 0) detail::ThrowRaised("StreamScope");
+        if (!is_open || inside != 0) {
+          TVM_FFI_THROW(RuntimeError)
+              << "[mlx_tvm_ffi.StreamScope] scope: expected the innermost of this thread, got one "
+              << (is_open ? "with others open inside it, which were left too"
+                          : "that an outer one left")
+              << ". Leave scopes in the reverse order of entering.";
+        }
+      });
+}
+
+constexpr mtf_stream_api kApi{sizeof(mtf_stream_api),
+                              MLX_TVM_FFI_STREAM_VERSION,
+                              Current,
+                              Innermost,
+                              ExchangeDefault,
+                              Enter,
+                              Leave};
+
+int GetApi(void*, const TVMFFIAny*, int32_t, TVMFFIAny* result) {
+  result->type_index = kTVMFFIOpaquePtr;
+  result->zero_padding = 0;
+  result->v_ptr = const_cast<mtf_stream_api*>(&kApi);
+  return 0;
+}
+
+// Never overrides: with this library twice in a process, the copy that came first has the state.
+void Publish() {
+  const TVMFFIByteArray name{"mlx_tvm_ffi.stream_api", sizeof("mlx_tvm_ffi.stream_api") - 1};
+  TVMFFIObjectHandle function = nullptr;
+  if (TVMFFIFunctionCreate(nullptr, GetApi, nullptr, &function) != 0) {
+    detail::LogRaised();
+    return;
+  }
+  if (TVMFFIFunctionSetGlobal(&name, function, 0) != 0) {
+    TVMFFIObjectHandle error = nullptr;
+    TVMFFIErrorMoveFromRaised(&error);
+    if (error != nullptr) TVMFFIObjectDecRef(error);
+  }
+  TVMFFIObjectDecRef(function);
+}
+
+TVM_FFI_STATIC_INIT_BLOCK() { Publish(); }
+
+}  // namespace
+}  // namespace mlx_tvm_ffi
