@@ -1,0 +1,2 @@
+# Written by CMake.
+MLX_VERSION: str
