@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <sstream>
@@ -102,10 +103,18 @@ ThreadScopes& ScopesOfThread() {
 struct Defaults {
   struct Default {
     DLDevice device;
-    mtf_stream* stream;
+    StreamRef stream;
   };
   std::mutex mutex;
   std::vector<Default> streams;
+
+  // With the mutex held.
+  StreamRef& Of(DLDevice device) {
+    for (Default& entry : streams) {
+      if (Same(entry.device, device)) return entry.stream;
+    }
+    return streams.emplace_back(Default{device, StreamRef()}).stream;
+  }
 };
 
 // Leaked on purpose: streams may belong to a framework that is gone when static destructors run.
@@ -114,40 +123,36 @@ Defaults& DefaultsOfProcess() {
   return *defaults;
 }
 
+StreamRef Find(DLDevice device) {
+  if (device.device_type == kDLMetal) {
+    void* environment = TVMFFIEnvGetStream(device.device_type, device.device_id);
+    if (environment != nullptr) return StreamRef::Share(static_cast<mtf_stream*>(environment));
+  }
+  if (scopes != nullptr) {
+    for (auto scope = scopes->open.rbegin(); scope != scopes->open.rend(); ++scope) {
+      if (Same(scope->device, device)) return scope->stream;
+    }
+  }
+  Defaults& defaults = DefaultsOfProcess();
+  std::lock_guard<std::mutex> lock(defaults.mutex);
+  for (const Defaults::Default& entry : defaults.streams) {
+    if (Same(entry.device, device)) return entry.stream;
+  }
+  return {};
+}
+
 int Current(DLDevice device, mtf_stream** stream) {
   return detail::Guard(
       [=] {
         CheckDevice(device, "CurrentStream");
-        if (device.device_type == kDLMetal) {
-          void* environment = TVMFFIEnvGetStream(device.device_type, device.device_id);
-          if (environment != nullptr) {
-            *stream = Retained(static_cast<mtf_stream*>(environment));
-            return;
-          }
-        }
-        if (scopes != nullptr) {
-          for (auto scope = scopes->open.rbegin(); scope != scopes->open.rend(); ++scope) {
-            if (Same(scope->device, device)) {
-              *stream = Retained(scope->stream.get());
-              return;
-            }
-          }
-        }
-        Defaults& defaults = DefaultsOfProcess();
-        std::lock_guard<std::mutex> lock(defaults.mutex);
-        for (const Defaults::Default& entry : defaults.streams) {
-          if (Same(entry.device, device)) {
-            *stream = Retained(entry.stream);
-            return;
-          }
-        }
+        *stream = Find(device).release();
+        if (*stream != nullptr) return;
         TVM_FFI_THROW(RuntimeError)
             << "[mlx_tvm_ffi.CurrentStream] device: expected one with a stream, got "
             << Name(device)
             << ", for which this thread has no scope and the process no default. Open a scope "
-               "(StreamScope; in Python mlx_tvm_ffi.stream), or set a default "
-               "(ExchangeDefaultStream; in "
-               "Python mlx_tvm_ffi.set_default_stream).";
+               "(mlx_tvm_ffi.stream; StreamScope in C++), or set a default "
+               "(mlx_tvm_ffi.set_default_stream; ExchangeDefaultStream in C++).";
       });
 }
 
@@ -157,31 +162,35 @@ int Innermost(mtf_stream** stream) {
   return 0;
 }
 
+StreamRef CheckedDefault(DLDevice device, mtf_stream* stream, const char* function) {
+  CheckDevice(device, function);
+  StreamRef checked = StreamRef::Share(stream);
+  if (checked && !Same(checked.device(), device)) {
+    TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi." << function << "] stream: expected one of "
+                              << Name(device) << ", got one of " << Name(checked.device()) << ".";
+  }
+  return checked;
+}
+
 int ExchangeDefault(DLDevice device, mtf_stream* stream, mtf_stream** previous) {
   return detail::Guard([=] {
-    CheckDevice(device, "ExchangeDefaultStream");
-    StreamRef next = StreamRef::Share(stream);
-    if (next && !Same(next.device(), device)) {
-      TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.ExchangeDefaultStream] stream: expected one of "
-                                << Name(device) << ", got one of " << Name(next.device()) << ".";
-    }
+    StreamRef next = CheckedDefault(device, stream, "ExchangeDefaultStream");
     Defaults& defaults = DefaultsOfProcess();
     std::lock_guard<std::mutex> lock(defaults.mutex);
-    auto& streams = defaults.streams;
-    auto entry = std::find_if(streams.begin(), streams.end(),
-                              [&](const auto& entry) { return Same(entry.device, device); });
-    *previous = nullptr;
-    if (entry != streams.end()) {
-      *previous = entry->stream;
-      if (next) {
-        entry->stream = next.release();
-      } else {
-        streams.erase(entry);
-      }
-    } else if (next) {
-      streams.push_back({device, next.get()});
-      (void)next.release();
-    }
+    StreamRef& entry = defaults.Of(device);
+    *previous = entry.release();
+    entry = std::move(next);
+  });
+}
+
+int OfferDefault(DLDevice device, mtf_stream* stream, int* taken) {
+  return detail::Guard([=] {
+    StreamRef next = CheckedDefault(device, stream, "OfferDefaultStream");
+    Defaults& defaults = DefaultsOfProcess();
+    std::lock_guard<std::mutex> lock(defaults.mutex);
+    StreamRef& entry = defaults.Of(device);
+    *taken = next && !entry ? 1 : 0;
+    if (*taken != 0) entry = std::move(next);
   });
 }
 
@@ -218,45 +227,42 @@ int Enter(mtf_stream* stream, mtf_scope* scope) {
   });
 }
 
+// Leaves the scope and those inside it, innermost first; says how many those were.
+std::size_t LeaveThrough(uint64_t serial) {
+  for (std::size_t inside = 0;; ++inside) {
+    OpenScope last = std::move(scopes->open.back());
+    scopes->open.pop_back();
+    if (last.sets_environment && TVMFFIEnvSetStream(last.device.device_type, last.device.device_id,
+                                                    last.previous, nullptr) != 0) {
+      detail::LogRaised();
+    }
+    if (last.serial == serial) return inside;
+  }
+}
+
+void LeaveScope(mtf_scope* scope) {
+  if (scope->serial == 0) {
+    TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.StreamScope] scope: expected an open one, got one "
+                                   "that was left or never entered.";
+  }
+  if (scopes == nullptr || scopes->thread != scope->thread) {
+    TVM_FFI_THROW(RuntimeError)
+        << "[mlx_tvm_ffi.StreamScope] thread: expected the one that entered the scope, got "
+           "another. Leave a scope on the thread that entered it.";
+  }
+  const uint64_t serial = std::exchange(*scope, mtf_scope{}).serial;
+  const bool is_open = std::any_of(scopes->open.begin(), scopes->open.end(),
+                                   [=](const OpenScope& open) { return open.serial == serial; });
+  if (!is_open || LeaveThrough(serial) != 0) {
+    TVM_FFI_THROW(RuntimeError)
+        << "[mlx_tvm_ffi.StreamScope] scope: expected the innermost of this thread, got one "
+        << (is_open ? "with others inside it, which were left too" : "that an outer one left")
+        << ". Leave scopes in the reverse order of entering.";
+  }
+}
+
 int Leave(mtf_scope* scope) {
-  return detail::Guard(
-      [=] {
-        if (scope->serial == 0) {
-          TVM_FFI_THROW(RuntimeError)
-              << "[mlx_tvm_ffi.StreamScope] scope: expected an open one, got one "
-                 "that was left or never entered.";
-        }
-        if (scopes == nullptr || scopes->thread != scope->thread) {
-          TVM_FFI_THROW(RuntimeError)
-              << "[mlx_tvm_ffi.StreamScope] thread: expected the one that entered the scope, got "
-                 "another. Leave a scope on the thread that entered it.";
-        }
-        auto& open = scopes->open;
-        const bool is_open = std::any_of(open.begin(), open.end(), [&](const OpenScope& other) {
-          return other.serial == scope->serial;
-        });
-        std::size_t inside = 0;
-        int failed = 0;
-        for (bool done = !is_open; !done;) {
-          OpenScope last = std::move(open.back());
-          open.pop_back();
-          done = last.serial == scope->serial;
-          if (!done) ++inside;
-          if (last.sets_environment) {
-            failed |= TVMFFIEnvSetStream(last.device.device_type, last.device.device_id,
-                                         last.previous, nullptr);
-          }
-        }
-        *scope = {0, 0};
-        if (failed != 0) detail::ThrowRaised("StreamScope");
-        if (!is_open || inside != 0) {
-          TVM_FFI_THROW(RuntimeError)
-              << "[mlx_tvm_ffi.StreamScope] scope: expected the innermost of this thread, got one "
-              << (is_open ? "with others open inside it, which were left too"
-                          : "that an outer one left")
-              << ". Leave scopes in the reverse order of entering.";
-        }
-      });
+  return detail::Guard([=] { LeaveScope(scope); });
 }
 
 constexpr mtf_stream_api kApi{sizeof(mtf_stream_api),
@@ -264,6 +270,7 @@ constexpr mtf_stream_api kApi{sizeof(mtf_stream_api),
                               Current,
                               Innermost,
                               ExchangeDefault,
+                              OfferDefault,
                               Enter,
                               Leave};
 

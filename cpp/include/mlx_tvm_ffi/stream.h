@@ -110,6 +110,11 @@ typedef struct mtf_stream_api {
    */
   int (*exchange_default)(DLDevice device, mtf_stream* stream, mtf_stream** previous);
   /*!
+   * \brief Makes `stream` the process default of `device` where there is none, and says whether it
+   * did. Any thread.
+   */
+  int (*offer_default)(DLDevice device, mtf_stream* stream, int* taken);
+  /*!
    * \brief Opens a scope on this thread: retains `stream` and sets tvm-ffi's environment stream of
    * its device (CUDA: the encoder; Metal: the mtf_stream itself).
    */
@@ -490,6 +495,15 @@ inline StreamRef ExchangeDefaultStream(DLDevice device, const StreamRef& stream)
   detail::Call(detail::StreamApi(), &mtf_stream_api::exchange_default, "ExchangeDefaultStream",
                device, stream.get(), &previous);
   return StreamRef::Steal(previous);
+}
+
+/*! \brief Makes `stream` the default of `device` where there is none; true if it did. Any thread.
+ */
+inline bool OfferDefaultStream(DLDevice device, const StreamRef& stream) {
+  int taken = 0;
+  detail::Call(detail::StreamApi(), &mtf_stream_api::offer_default, "OfferDefaultStream", device,
+               stream.get(), &taken);
+  return taken != 0;
 }
 
 /*!
