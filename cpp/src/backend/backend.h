@@ -95,6 +95,12 @@ class Backend {
   /*! \brief Evaluates `array` and waits for what must be waited for. Called without Python's lock. */
   virtual void Prepare(mx::array& array) = 0;
 
+  /*!
+   * \brief `array`, ready now, is handed to a call that is about to start; Finish is its end. Scratch of a direct
+   * call (KeepScratch) may become a result: it is treated like an array handed over.
+   */
+  virtual void Start(mx::array& array) = 0;
+
   /*! \brief The environment stream of a direct call (CUDA: the cudaStream_t; Metal: the mtf_stream; CPU: null). */
   virtual void* EnvStream(const mx::Device& device) = 0;
 
