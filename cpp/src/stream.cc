@@ -194,50 +194,60 @@ int OfferDefault(DLDevice device, mtf_stream* stream, int* taken) {
   });
 }
 
-int Enter(mtf_stream* stream, mtf_scope* scope) {
-  return detail::Guard([=] {
-    StreamRef owned = StreamRef::Share(stream);
-    if (!owned) {
-      TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.StreamScope] stream: expected one, got null.";
-    }
-    const DLDevice device = owned.device();
-    CheckDevice(device, "StreamScope");
-    void* environment = nullptr;
-    bool sets_environment = true;
-    switch (device.device_type) {
-      case kDLCUDA:
-      case kDLROCM:
-        environment = EncoderScope(owned).encoder();
-        break;
-      case kDLMetal:
-        environment = stream;
-        break;
-      default:
-        sets_environment = false;
-    }
-    ThreadScopes& thread = ScopesOfThread();
-    const uint64_t serial = ++thread.last_serial;
-    thread.open.push_back({serial, device, std::move(owned), sets_environment, nullptr});
-    if (sets_environment && TVMFFIEnvSetStream(device.device_type, device.device_id, environment,
-                                               &thread.open.back().previous) != 0) {
-      thread.open.pop_back();
-      detail::ThrowRaised("StreamScope");
-    }
-    *scope = {thread.thread, serial};
-  });
+// Calls enter or leave of a stream, which it may not have.
+int Notify(mtf_stream* stream, int (*mtf_stream_table::*member)(mtf_stream*)) {
+  auto notify = detail::Member(stream->table, member);
+  return notify == nullptr ? 0 : notify(stream);
 }
 
-// Leaves the scope and those inside it, innermost first; says how many those were.
-std::size_t LeaveThrough(uint64_t serial) {
-  for (std::size_t inside = 0;; ++inside) {
-    OpenScope last = std::move(scopes->open.back());
-    scopes->open.pop_back();
-    if (last.sets_environment && TVMFFIEnvSetStream(last.device.device_type, last.device.device_id,
-                                                    last.previous, nullptr) != 0) {
-      detail::LogRaised();
-    }
-    if (last.serial == serial) return inside;
+// The stream of this thread's innermost scope, which it closes.
+StreamRef Close() {
+  OpenScope scope = std::move(scopes->open.back());
+  scopes->open.pop_back();
+  if (scope.sets_environment && TVMFFIEnvSetStream(scope.device.device_type, scope.device.device_id,
+                                                   scope.previous, nullptr) != 0) {
+    detail::LogRaised();
   }
+  return std::move(scope.stream);
+}
+
+void EnterScope(mtf_stream* stream, mtf_scope* scope) {
+  StreamRef owned = StreamRef::Share(stream);
+  if (!owned) {
+    TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.StreamScope] stream: expected one, got null.";
+  }
+  const DLDevice device = owned.device();
+  CheckDevice(device, "StreamScope");
+  void* environment = nullptr;
+  bool sets_environment = true;
+  switch (device.device_type) {
+    case kDLCUDA:
+    case kDLROCM:
+      environment = EncoderScope(owned).encoder();
+      break;
+    case kDLMetal:
+      environment = stream;
+      break;
+    default:
+      sets_environment = false;
+  }
+  ThreadScopes& thread = ScopesOfThread();
+  const uint64_t serial = ++thread.last_serial;
+  thread.open.push_back({serial, device, std::move(owned), sets_environment, nullptr});
+  if (sets_environment && TVMFFIEnvSetStream(device.device_type, device.device_id, environment,
+                                             &thread.open.back().previous) != 0) {
+    thread.open.pop_back();
+    detail::ThrowRaised("StreamScope");
+  }
+  if (Notify(stream, &mtf_stream_table::enter) != 0) {
+    Close();
+    detail::ThrowRaised("StreamScope");
+  }
+  *scope = {thread.thread, serial};
+}
+
+int Enter(mtf_stream* stream, mtf_scope* scope) {
+  return detail::Guard([=] { EnterScope(stream, scope); });
 }
 
 void LeaveScope(mtf_scope* scope) {
@@ -251,9 +261,18 @@ void LeaveScope(mtf_scope* scope) {
            "another. Leave a scope on the thread that entered it.";
   }
   const uint64_t serial = std::exchange(*scope, mtf_scope{}).serial;
-  const bool is_open = std::any_of(scopes->open.begin(), scopes->open.end(),
+  const auto& open = scopes->open;
+  const bool is_open = std::any_of(open.begin(), open.end(),
                                    [=](const OpenScope& open) { return open.serial == serial; });
-  if (!is_open || LeaveThrough(serial) != 0) {
+  const bool is_innermost = is_open && open.back().serial == serial;
+  for (bool last = !is_open; !last;) {
+    last = open.back().serial == serial;
+    StreamRef stream = Close();
+    if (Notify(stream.get(), &mtf_stream_table::leave) == 0) continue;
+    if (is_innermost) detail::ThrowRaised("StreamScope");
+    detail::LogRaised();
+  }
+  if (!is_innermost) {
     TVM_FFI_THROW(RuntimeError)
         << "[mlx_tvm_ffi.StreamScope] scope: expected the innermost of this thread, got one "
         << (is_open ? "with others inside it, which were left too" : "that an outer one left")

@@ -75,6 +75,19 @@ typedef struct mtf_stream_table {
   /*! \brief Balances acquire_command_buffer; later work is ordered after what was encoded in
    * between. */
   int (*release_command_buffer)(mtf_stream* self);
+  /*!
+   * \brief A scope of this stream was opened on this thread. May be null: nothing to do. Where it
+   * fails, the scope is closed again.
+   */
+  int (*enter)(mtf_stream* self);
+  /*! \brief A scope of this stream was left on this thread, in which it was opened. May be null:
+   * nothing to do. */
+  int (*leave)(mtf_stream* self);
+  /*!
+   * \brief Keeps `object` (a pipeline, a module) until the work encoded so far is done, then calls
+   * `drop(object)` once, on any thread; also where it fails.
+   */
+  int (*keep)(mtf_stream* self, void* object, void (*drop)(void* object));
 } mtf_stream_table;
 
 /*! \brief A stream of some framework, reference counted through its table. */
@@ -218,20 +231,32 @@ int Guard(Function&& function) noexcept {
   }
 }
 
-/*! \brief Calls a member of a table, which may be shorter than this file knows it. */
+/*! \brief A member of a table, which may be shorter than this file knows it; null where it is
+ * absent. */
+template <typename Table, typename Function>
+Function Member(const Table* table, Function Table::* member) {
+  const auto end = static_cast<std::size_t>(reinterpret_cast<const char*>(&(table->*member)) -
+                                            reinterpret_cast<const char*>(table)) +
+                   sizeof(Function);
+  return end <= table->size ? table->*member : nullptr;
+}
+
+/*! \brief The same, NotImplementedError where it is absent. */
+template <typename Table, typename Function>
+Function RequiredMember(const Table* table, Function Table::* member, const char* name) {
+  Function function = Member(table, member);
+  if (function == nullptr) {
+    TVM_FFI_THROW(NotImplementedError)
+        << "[mlx_tvm_ffi." << name << "] table: expected one with this member, got version "
+        << table->version << " without it. Update the framework that made it.";
+  }
+  return function;
+}
+
+/*! \brief Calls a member, and throws what it raises. */
 template <typename Table, typename... Params, typename... Args>
 void Call(const Table* table, int (*Table::*member)(Params...), const char* name, Args... args) {
-  const std::size_t end =
-      static_cast<std::size_t>(reinterpret_cast<const char*>(&(table->*member)) -
-                               reinterpret_cast<const char*>(table)) +
-      sizeof(table->*member);
-  if (end > table->size || table->*member == nullptr) {
-    TVM_FFI_THROW(NotImplementedError)
-        << "[mlx_tvm_ffi." << name << "] table: expected version " << MLX_TVM_FFI_STREAM_VERSION
-        << " or later, got version " << table->version
-        << " without this member. Update the framework that made it.";
-  }
-  if ((table->*member)(args...) != 0) ThrowRaised(name);
+  if (RequiredMember(table, member, name)(args...) != 0) ThrowRaised(name);
 }
 
 /*! \brief The published scopes and defaults. RuntimeError where libmlx_tvm_ffi_stream is not
@@ -355,15 +380,27 @@ class StreamRef {
   void ReleaseCommandBuffer() const {
     Call(&mtf_stream_table::release_command_buffer, "ReleaseCommandBuffer");
   }
+  /*! \brief Keeps `object` until the work encoded so far is done. It may die on any thread. */
+  void Keep(std::shared_ptr<void> object) const {
+    Check("Keep");
+    auto keep = detail::RequiredMember(stream_->table, &mtf_stream_table::keep, "Keep");
+    auto drop = [](void* kept) { delete static_cast<std::shared_ptr<void>*>(kept); };
+    if (keep(stream_, new std::shared_ptr<void>(std::move(object)), drop) != 0) {
+      detail::ThrowRaised("Keep");
+    }
+  }
 
  private:
-  template <typename... Params, typename... Args>
-  void Call(int (*mtf_stream_table::*member)(mtf_stream*, Params...), const char* name,
-            Args... args) const {
+  void Check(const char* name) const {
     if (stream_ == nullptr) {
       TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi." << name
                                 << "] stream: expected one, got null. Test a StreamRef before use.";
     }
+  }
+  template <typename... Params, typename... Args>
+  void Call(int (*mtf_stream_table::*member)(mtf_stream*, Params...), const char* name,
+            Args... args) const {
+    Check(name);
     detail::Call(stream_->table, member, name, stream_, args...);
   }
 
@@ -399,6 +436,18 @@ class StreamInterface {
     return nullptr;
   }
   virtual void ReleaseCommandBuffer() {}
+  /*! \brief A scope of this stream was opened on this thread. Where it throws, the scope is closed
+   * again. */
+  virtual void Enter() {}
+  /*! \brief A scope of this stream was left on this thread, in which it was opened. */
+  virtual void Leave() {}
+  virtual void Keep(std::shared_ptr<void> object) {
+    if (object != nullptr && device().device_type != kDLCPU) {
+      TVM_FFI_THROW(NotImplementedError)
+          << "[mlx_tvm_ffi.Keep] stream: expected one that keeps objects until its device is done, "
+             "got one that does not. Keep the object alive until then yourself.";
+    }
+  }
 };
 
 namespace detail {
@@ -434,6 +483,10 @@ class MLX_TVM_FFI_LOCAL StreamAdapter final : public mtf_stream {
     return Guard([=] { (Implementation(self)->*kMethod)(); });
   }
 
+  static int Keep(mtf_stream* self, void* object, void (*drop)(void*)) {
+    return Guard([=] { Implementation(self)->Keep(std::shared_ptr<void>(object, drop)); });
+  }
+
   static constexpr mtf_stream_table kTable{sizeof(mtf_stream_table),
                                            MLX_TVM_FFI_STREAM_VERSION,
                                            Retain,
@@ -445,7 +498,10 @@ class MLX_TVM_FFI_LOCAL StreamAdapter final : public mtf_stream {
                                            Get<&StreamInterface::GetDevice>,
                                            Get<&StreamInterface::GetDispatchQueue>,
                                            Get<&StreamInterface::AcquireCommandBuffer>,
-                                           Do<&StreamInterface::ReleaseCommandBuffer>};
+                                           Do<&StreamInterface::ReleaseCommandBuffer>,
+                                           Do<&StreamInterface::Enter>,
+                                           Do<&StreamInterface::Leave>,
+                                           Keep};
 
   std::atomic<int64_t> references_{1};
   std::shared_ptr<StreamInterface> implementation_;
