@@ -1,4 +1,4 @@
-"""Build-time metadata: MLX promises no C++ ABI, so the package requires exactly the MLX it is built with."""
+"""Metadata made at build time: exactly the MLX built with, since MLX promises no C++ ABI."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def dynamic_metadata(
 
 
 def dynamic_wheel(_settings: Mapping[str, list[str]]) -> dict[str, bool]:
-    """Say that a wheel's dependencies may differ from those of the source archive it is built from."""
+    """Say that a wheel's dependencies may differ from those of its source archive."""
     return {"dependencies": True}

@@ -1,1 +1,12 @@
 """Any tvm-ffi kernel on mlx.core.array, called directly or as a lazy op in MLX's graph."""
+
+from __future__ import annotations
+
+import sys
+
+from mlx_tvm_ffi import _versions
+
+# Not for `python -m mlx_tvm_ffi`: the doctor must run where the rest cannot be loaded.
+if not (sys.argv[0] == "-m" and "mlx_tvm_ffi" in sys.orig_argv):
+    _versions.check_mlx()
+    _versions.check_tvm_ffi()

@@ -1,7 +1,7 @@
 """What all tests share: the device they run on, the kernel libraries, and fresh interpreters.
 
-``DEVICE=cpu`` (the default) or ``DEVICE=gpu`` says which device MLX's default is. Tests that need a certain
-one carry a marker: ``cpu``, ``gpu``, ``metal`` or ``cuda``.
+``DEVICE=cpu`` (the default) or ``DEVICE=gpu`` says which device MLX's default is. Tests that need a
+certain one carry a marker: ``cpu``, ``gpu``, ``metal`` or ``cuda``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ DEVICE = os.environ.get("DEVICE", "cpu")
 def pytest_configure() -> None:
     """Make DEVICE MLX's default device."""
     if DEVICE not in ("cpu", "gpu"):
-        raise pytest.UsageError(f"DEVICE: expected cpu or gpu, got {DEVICE!r}.")
+        message = f"DEVICE: expected cpu or gpu, got {DEVICE!r}."
+        raise pytest.UsageError(message)
     device = mx.Device(mx.DeviceType.cpu if DEVICE == "cpu" else mx.DeviceType.gpu, 0)
     if not mx.is_available(device):
-        raise pytest.UsageError("DEVICE=gpu: this MLX has no GPU here. Run with DEVICE=cpu.")
+        message = "DEVICE=gpu: this MLX has no GPU here. Run with DEVICE=cpu."
+        raise pytest.UsageError(message)
     mx.set_default_device(device)
 
 
@@ -58,11 +60,11 @@ def library_path() -> Callable[[str], Path]:
     """Give the path of the kernel library made from cpp/tests/NAME.cc. Built once a session."""
     build = ROOT / "build" / "cpp_tests" / f"{sys.implementation.cache_tag}-{Path(sys.prefix).name}"
     configure = [
-        *("cmake", "-S", ROOT / "cpp" / "tests", "-B", build, "-G", "Ninja"),
+        *("cmake", "-S", str(ROOT / "cpp" / "tests"), "-B", str(build), "-G", "Ninja"),
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dtvm_ffi_ROOT={tvm_ffi.libinfo.find_cmake_path()}",
     ]
-    for command in (configure, ["cmake", "--build", build]):
+    for command in (configure, ["cmake", "--build", str(build)]):
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         result = subprocess.run(
             command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
@@ -80,16 +82,21 @@ def library(library_path: Callable[[str], Path]) -> Callable[[str], tvm_ffi.Modu
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run code in a fresh interpreter, outside the checkout, with a limit of seconds.
+    """Run code, or an interpreter's arguments, in a fresh process outside the checkout.
 
-    ``env`` adds variables. Fails the test unless the exit status is ``expected``.
+    ``env`` adds variables, ``limit`` is in seconds. Fails the test unless the exit status is
+    ``expected``.
     """
 
     def run(
-        code: str, *, env: dict[str, str] | None = None, limit: float = 60, expected: int = 0
+        code: str | list[str],
+        *,
+        env: dict[str, str] | None = None,
+        limit: float = 60,
+        expected: int = 0,
     ) -> subprocess.CompletedProcess[str]:
         result = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, *(["-c", code] if isinstance(code, str) else code)],
             cwd=tmp_path,
             env={**os.environ, **(env or {})},
             timeout=limit,

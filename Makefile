@@ -1,0 +1,58 @@
+# From an empty machine with Python (3.10 or later, with venv) and a C++20 compiler: `make demo`, `make test`.
+# Everything is made in the checkout: environments in .venv*, builds in build/.
+#
+#   PYTHON=python3.12       another interpreter
+#   VENV=.venv-lowest       another environment
+#   VERSIONS="mlx==0.32.1"  versions for that environment
+PYTHON ?= python3
+VENV ?= .venv
+VERSIONS ?=
+DEVICE ?= cpu
+
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip
+
+.PHONY: build demo test wheel-test lint bench bench-run clean
+
+demo: build $(VENV)/.examples
+	$(BIN)/python examples/sentence_embeddings.py
+
+test: build $(VENV)/.test
+	DEVICE=$(DEVICE) $(BIN)/python -m pytest $(ARGS)
+
+build: $(VENV)/.build
+	$(PIP) install -q --no-build-isolation --no-deps -C build-dir=build/$(VENV) -e .
+
+# The wheel as pip builds it alone, tested from outside the source folder, which would shadow it.
+wheel-test: VENV = .venv-wheel
+wheel-test:
+	rm -rf .venv-wheel build/wheel
+	$(MAKE) --no-print-directory VENV=.venv-wheel .venv-wheel/.test
+	$(PIP) wheel -q --no-deps -w build/wheel .
+	$(PIP) install -q "$$(echo build/wheel/*.whl)[cpu]"
+	cd build/wheel && $(CURDIR)/$(BIN)/python -m pytest -c ../../pyproject.toml ../../tests $(ARGS)
+
+lint: build $(VENV)/.test $(VENV)/.lint
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cc')
+	$(BIN)/mypy
+	$(BIN)/stubtest mlx_tvm_ffi._core
+
+bench:
+	$(MAKE) --no-print-directory VENV=.venv-bench bench-run
+
+bench-run: build $(VENV)/.bench
+	$(BIN)/python benchmarks/cpu.py
+
+clean:
+	rm -rf build dist .venv*
+
+# One stamp per dependency group of pyproject.toml.
+$(VENV)/.%: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install -q --group $* $(VERSIONS)
+	@touch $@
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --upgrade 'pip>=25.1'
