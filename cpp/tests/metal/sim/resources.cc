@@ -1,0 +1,342 @@
+#include "resources.h"
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <unordered_map>
+
+#include "report.h"
+
+namespace metal_sim {
+namespace {
+
+constexpr NSUInteger kPage = 16384;
+constexpr std::chrono::seconds kDeadlock(10);
+constexpr uint64_t kForeverMs = 1000000000;
+constexpr std::string_view kLibraryMagic = "MTLB";
+
+struct Registry {
+  std::mutex mutex;
+  std::unordered_map<const Tracked*, uint64_t> live;
+  std::map<std::string, Kernel> kernels;
+  std::string compiler = getenv("METAL_SIM_MSLC") ? getenv("METAL_SIM_MSLC") : "";
+};
+
+Registry& GetRegistry() {
+  static auto* registry = new Registry;
+  return *registry;
+}
+
+uint64_t NextNumber() {
+  static std::atomic<uint64_t> next{1};
+  return next++;
+}
+
+bool IsLive(const Tracked* object, uint64_t number) {
+  std::lock_guard lock(GetRegistry().mutex);
+  auto it = GetRegistry().live.find(object);
+  return it != GetRegistry().live.end() && it->second == number;
+}
+
+std::string ReadFile(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+// Compiles MSL with the compiler's command. \return The shared library's bytes.
+std::string Compile(const std::string& compiler, const std::string& source, void** error) {
+  char folder[] = "/tmp/metal_sim.XXXXXX";
+  if (!mkdtemp(folder)) {
+    SetError(error, "no temporary folder");
+    return "";
+  }
+  std::string base = folder;
+  std::ofstream(base + "/kernel.metal") << source;
+  std::string command = compiler + " " + base + "/kernel.metal " + base + "/kernel.so > " + base +
+                        "/log 2>&1 < /dev/null";
+  std::string bytes;
+  if (system(command.c_str()) == 0) {
+    bytes = ReadFile(base + "/kernel.so");
+  } else {
+    SetError(error, ReadFile(base + "/log"));
+  }
+  std::filesystem::remove_all(base);
+  return bytes;
+}
+
+}  // namespace
+
+void RegisterKernel(const std::string& name, Kernel kernel) {
+  std::lock_guard lock(GetRegistry().mutex);
+  GetRegistry().kernels[name] = kernel;
+}
+
+void SetCompiler(const std::string& command) {
+  std::lock_guard lock(GetRegistry().mutex);
+  GetRegistry().compiler = command;
+}
+
+Tracked::Tracked(objc_class* cls) : Labelled(cls), number(NextNumber()) {
+  std::lock_guard lock(GetRegistry().mutex);
+  GetRegistry().live[this] = number;
+}
+
+Tracked::~Tracked() {
+  std::lock_guard lock(GetRegistry().mutex);
+  GetRegistry().live.erase(this);
+}
+
+template <class T>
+bool Unretained<T>::Alive() const {
+  return IsLive(object, number);
+}
+template struct Unretained<Buffer>;
+template struct Unretained<Pipeline>;
+template struct Unretained<Fence>;
+
+Buffer::Buffer(void* contents, NSUInteger length, bool owned)
+    : Tracked(GetClass("SimBuffer")),
+      contents(static_cast<char*>(contents)),
+      length(length),
+      owned_(owned) {}
+
+Buffer::~Buffer() {
+  ForgetAccesses(this);
+  if (owned_) {
+    memset(contents, 0xDD, length);  // so that a late reader sees it
+    free(contents);
+  }
+  if (heap) heap->Release();
+}
+
+Buffer* NewBuffer(NSUInteger length) {
+  void* contents = aligned_alloc(kPage, (length + kPage - 1) / kPage * kPage);
+  memset(contents, 0xCD, length);
+  return new Buffer(contents, length, true);
+}
+
+void* Heap::NewHeapBuffer(NSUInteger length, NSUInteger) {
+  Buffer* buffer = NewBuffer(length);
+  buffer->heap = Retain();
+  return ToId(buffer);
+}
+
+Library* Library::FromBytes(const std::string& bytes, void** error) {
+  if (!bytes.starts_with(kLibraryMagic)) {
+    SetError(error, "Invalid library file");
+    return nullptr;
+  }
+  int file = memfd_create("metal_library", 0);
+  std::string_view image = std::string_view(bytes).substr(kLibraryMagic.size());
+  bool written = write(file, image.data(), image.size()) == static_cast<ssize_t>(image.size());
+  // A path of its own for each library: dlopen takes one path for one library.
+  std::string path = "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file);
+  void* handle = written ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
+  if (!handle) {
+    SetError(error, std::string("Invalid library file: ") + dlerror());
+    close(file);
+    return nullptr;
+  }
+  auto* library = new Library;  // the file stays open, so that no other gets its path
+  library->handle_ = handle;
+  return library;
+}
+
+Library* Library::FromFile(const std::string& path, void** error) {
+  if (access(path.c_str(), R_OK) != 0) {
+    SetError(error, "library not found: " + path);
+    return nullptr;
+  }
+  std::string bytes = ReadFile(path);
+  if (!bytes.empty()) return FromBytes(bytes, error);
+  auto* library = new Library;
+  library->has_all_ = true;
+  return library;
+}
+
+Library* Library::FromSource(const std::string& source, void** error) {
+  Log("library from %zu bytes of source", source.size());
+  std::string compiler;
+  {
+    std::lock_guard lock(GetRegistry().mutex);
+    compiler = GetRegistry().compiler;
+  }
+  if (!compiler.empty()) {
+    std::string bytes = Compile(compiler, source, error);
+    return bytes.empty() ? nullptr : FromBytes(std::string(kLibraryMagic) + bytes, error);
+  }
+  auto* library = new Library;
+  constexpr std::string_view kStart = "kernel void ";
+  for (size_t i = 0; (i = source.find(kStart, i)) != std::string::npos;) {
+    i += kStart.size();
+    library->names_.insert(source.substr(i, source.find('(', i) - i));
+  }
+  return library;
+}
+
+Kernel Library::Find(const std::string& name) const {
+  if (handle_) {
+    if (void* symbol = dlsym(handle_, ("metal_kernel_" + name).c_str())) {
+      return reinterpret_cast<Kernel>(symbol);
+    }
+  }
+  std::lock_guard lock(GetRegistry().mutex);
+  auto it = GetRegistry().kernels.find(name);
+  return it == GetRegistry().kernels.end() ? nullptr : it->second;
+}
+
+bool Library::Has(const std::string& name) const {
+  return has_all_ || names_.count(name) || (handle_ && Find(name));
+}
+
+uint64_t Library::Slots(const std::string& name) const {
+  void* slots = handle_ ? dlsym(handle_, ("metal_slots_" + name).c_str()) : nullptr;
+  return slots ? *static_cast<uint64_t*>(slots) : Pipeline::kAllSlots;
+}
+
+void* Library::NewFunction(void* name) {
+  std::string text = ToString(name);
+  return Has(text) ? ToId(new Function(this, text)) : nullptr;
+}
+
+void* Library::NewFunctionWithConstants(void* name, void*, void** error) {
+  void* function = NewFunction(name);
+  if (!function) SetError(error, "no function " + ToString(name));
+  return function;
+}
+
+void* Library::FunctionNames() {
+  auto* names = new Array;
+  if (handle_) {
+    using Names = const char* const*;
+    if (auto list = reinterpret_cast<Names>(dlsym(handle_, "metal_kernel_names"))) {
+      for (; *list; list++) names->objects.push_back(new String(*list));
+    }
+  }
+  for (auto& name : names_) names->objects.push_back(new String(name));
+  return ToId(names->Autorelease());
+}
+
+Function::Function(Library* library, std::string name)
+    : Labelled(GetClass("SimFunction")), library(library), name(std::move(name)) {
+  library->Retain();
+}
+
+Pipeline::Pipeline(Function* function, Kernel kernel)
+    : Tracked(GetClass("SimComputePipelineState")),
+      function(function),
+      kernel(kernel),
+      slots(function->library->Slots(function->name)) {
+  function->Retain();
+}
+
+void Event::HostSaw(uint64_t value) {
+  EncoderSet done;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [at, encoders] : done_at_) {
+      if (at <= value) done.Add(encoders);
+    }
+  }
+  std::lock_guard lock(OrderMutex());
+  SeenByHost().Add(done);
+}
+
+uint64_t Event::Value() {
+  uint64_t value;
+  {
+    std::lock_guard lock(mutex_);
+    value = value_;
+  }
+  HostSaw(value);
+  return value;
+}
+
+void Event::SetValue(uint64_t value) { SignalFromGpu(value, {}); }
+
+bool Event::WaitFor(uint64_t value, uint64_t timeout_ms) {
+  GetCounters().event_host_waits++;
+  bool forever = timeout_ms > kForeverMs;
+  auto timeout = forever ? std::chrono::milliseconds(kDeadlock)
+                         : std::chrono::milliseconds(static_cast<int64_t>(timeout_ms));
+  bool reached;
+  {
+    std::unique_lock lock(mutex_);
+    reached = changed_.wait_for(lock, timeout, [&] { return value_ >= value; });
+  }
+  if (reached) HostSaw(value);
+  if (!reached && forever) Fault("deadlock: the host waits for an event that nothing signals");
+  return reached;
+}
+
+void Event::SignalFromGpu(uint64_t value, const EncoderSet& done) {
+  {
+    std::lock_guard lock(mutex_);
+    done_at_[value].Add(done);
+    value_ = std::max(value_, value);
+  }
+  changed_.notify_all();
+}
+
+EncoderSet Event::WaitOnGpu(uint64_t value) {
+  std::unique_lock lock(mutex_);
+  if (!changed_.wait_for(lock, kDeadlock, [&] { return value_ >= value; })) {
+    Fault("deadlock: the GPU waits for an event that nothing signals");
+  }
+  auto it = done_at_.lower_bound(value);
+  return it == done_at_.end() ? EncoderSet() : it->second;
+}
+
+namespace {
+
+[[maybe_unused]] const bool registered = [] {
+  objc_class* labelled = GetClass("SimLabelled");
+  AddMethod<&Labelled::SetLabel>(labelled, "setLabel:");
+  AddMethod<&Labelled::Label>(labelled, "label");
+  objc_class* buffer = GetClass("SimBuffer", labelled);
+  AddMethod<&Buffer::Contents>(buffer, "contents");
+  AddMethod<&Buffer::Length>(buffer, "length");
+  AddMethod<&Buffer::Length>(buffer, "allocatedSize");
+  AddMethod<&Buffer::StorageMode>(buffer, "storageMode");
+  AddMethod<&Buffer::HeapId>(buffer, "heap");
+  AddMethod<&Buffer::GpuAddress>(buffer, "gpuAddress");
+  AddMethod<&Buffer::DidModify>(buffer, "didModifyRange:");
+  objc_class* heap = GetClass("SimHeap", labelled);
+  AddMethod<&Heap::NewHeapBuffer>(heap, "newBufferWithLength:options:");
+  AddMethod<&Heap::AllocatedSize>(heap, "allocatedSize");
+  objc_class* library = GetClass("SimLibrary", labelled);
+  AddMethod<&Library::NewFunction>(library, "newFunctionWithName:");
+  AddMethod<&Library::NewFunctionWithConstants>(library,
+                                                "newFunctionWithName:constantValues:error:");
+  AddMethod<&Library::FunctionNames>(library, "functionNames");
+  AddMethod<&Function::Name>(GetClass("SimFunction", labelled), "name");
+  objc_class* pipeline = GetClass("SimComputePipelineState", labelled);
+  AddMethod<&Pipeline::MaxThreads>(pipeline, "maxTotalThreadsPerThreadgroup");
+  AddMethod<&Pipeline::SimdWidth>(pipeline, "threadExecutionWidth");
+  AddMethod<&Pipeline::StaticThreadgroupBytes>(pipeline, "staticThreadgroupMemoryLength");
+  GetClass("SimFence", labelled);
+  objc_class* event = GetClass("SimSharedEvent", labelled);
+  AddMethod<&Event::Value>(event, "signaledValue");
+  AddMethod<&Event::SetValue>(event, "setSignaledValue:");
+  AddMethod<&Event::WaitFor>(event, "waitUntilSignaledValue:timeoutMS:");
+  objc_class* set = GetClass("SimResidencySet", labelled);
+  AddMethod<&ResidencySet::Add>(set, "addAllocation:");
+  AddMethod<&ResidencySet::Add>(set, "removeAllocation:");
+  AddMethod<&ResidencySet::Nothing>(set, "commit");
+  AddMethod<&ResidencySet::Nothing>(set, "requestResidency");
+  AddMethod<&ResidencySet::Nothing>(set, "endResidency");
+  return true;
+}();
+
+}  // namespace
+}  // namespace metal_sim
