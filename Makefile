@@ -11,11 +11,13 @@ DEVICE ?= cpu
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
+# tvm-ffi's load_inline finds ninja, and keeps its builds in the checkout.
+RUN = PATH="$(CURDIR)/$(BIN):$$PATH" TVM_FFI_CACHE_DIR=$(CURDIR)/build/tvm_ffi $(BIN)/python
 
 .PHONY: build demo test wheel-test lint bench bench-run clean
 
 demo: build $(VENV)/.examples
-	$(BIN)/python examples/sentence_embeddings.py
+	$(RUN) examples/sentence_embeddings.py
 
 test: build $(VENV)/.test
 	DEVICE=$(DEVICE) $(BIN)/python -m pytest $(ARGS)
@@ -43,7 +45,7 @@ bench:
 	$(MAKE) --no-print-directory VENV=.venv-bench bench-run
 
 bench-run: build $(VENV)/.bench
-	$(BIN)/python benchmarks/cpu.py
+	$(RUN) benchmarks/cpu.py
 
 clean:
 	rm -rf build dist .venv*

@@ -24,7 +24,9 @@ DEVICE = os.environ.get("DEVICE", "cpu")
 
 
 def pytest_configure() -> None:
-    """Make DEVICE MLX's default device."""
+    """Make DEVICE MLX's default device; let builds find this environment's tools and stay here."""
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    os.environ["TVM_FFI_CACHE_DIR"] = str(ROOT / "build" / "tvm_ffi")
     if DEVICE not in ("cpu", "gpu"):
         message = f"DEVICE: expected cpu or gpu, got {DEVICE!r}."
         raise pytest.UsageError(message)
@@ -65,10 +67,7 @@ def library_path() -> Callable[[str], Path]:
         f"-Dtvm_ffi_ROOT={tvm_ffi.libinfo.find_cmake_path()}",
     ]
     for command in (configure, ["cmake", "--build", str(build)]):
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        result = subprocess.run(
-            command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
-        )
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             pytest.fail(f"cpp/tests does not build:\n{result.stdout}{result.stderr}", pytrace=False)
     return lambda name: build / "lib" / f"lib{name}.so"
