@@ -1,0 +1,92 @@
+#include "array/py_exchange.h"
+
+#include <dlpack/dlpack.h>
+#include <pybind11/pybind11.h>
+
+#include "array/py_array.h"
+#include "array/tensor.h"
+#include "backend/backend.h"
+#include "array/py_error.h"
+
+namespace mlx_tvm_ffi {
+
+namespace {
+
+mx::Device CurrentDevice() {
+  if (!HasBackend(mx::Device::gpu)) return mx::Device(mx::Device::cpu);
+  return CurrentMlxStream().device;
+}
+
+int FromPyObject(void* object, DLManagedTensorVersioned** out) {
+  try {
+    mx::array* array = AsArray(static_cast<PyObject*>(object));
+    if (array == nullptr) {
+      PyErr_SetString(PyExc_TypeError,
+                      "[mlx_tvm_ffi.direct_call] argument: expected an initialised mlx.core.array, got one "
+                      "whose __init__ has not run. Call super().__init__ in the subclass.");
+      return -1;
+    }
+    if (array->is_tracer()) {
+      PyErr_SetString(PyExc_ValueError,
+                      "[mlx_tvm_ffi.direct_call] argument: expected an array with a value, got a tracer of "
+                      "mx.grad, mx.compile, mx.vmap or the like. Make the kernel an op with mlx_tvm_ffi.op.");
+      return -1;
+    }
+    mx::Device device = CurrentDevice();
+    Backend& backend = GetBackend(device);
+    if (backend.Ready(*array)) {
+      *out = Lend(*array, device, backend);
+    } else {
+      mx::array held = *array;  // `object` may go while Python runs on
+      {
+        pybind11::gil_scoped_release release;
+        backend.Prepare(held);
+      }
+      *out = Lend(held, device, backend);
+    }
+    return 0;
+  } catch (...) {
+    SetPythonError();
+    return -1;
+  }
+}
+
+int ToPyObject(DLManagedTensorVersioned* tensor, void** out) {
+  try {
+    *out = FromArray(TakeBack(tensor));
+    return *out == nullptr ? -1 : 0;
+  } catch (...) {
+    SetPythonError();
+    return -1;
+  }
+}
+
+int CurrentWorkStream(DLDeviceType type, int32_t id, void** out) {
+  try {
+    *out = type == kDLCPU ? nullptr : GetBackend(mx::Device::gpu).EnvStream(mx::Device(mx::Device::gpu, id));
+    return 0;
+  } catch (...) {
+    SetPythonError();
+    return -1;
+  }
+}
+
+DLPackExchangeAPI MakeApi() {
+  DLPackExchangeAPI api{};
+  api.header.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
+  api.managed_tensor_allocator = AllocateTensor;
+  api.managed_tensor_from_py_object_no_sync = FromPyObject;
+  api.managed_tensor_to_py_object_no_sync = ToPyObject;
+  api.current_work_stream = CurrentWorkStream;
+  return api;
+}
+
+}  // namespace
+
+void InstallExchange() {
+  static DLPackExchangeAPI api = MakeApi();
+  pybind11::capsule capsule(&api, "dlpack_exchange_api");
+  pybind11::handle(reinterpret_cast<PyObject*>(ArrayType())).attr("__dlpack_c_exchange_api__") = capsule;
+}
+
+}  // namespace mlx_tvm_ffi

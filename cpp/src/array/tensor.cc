@@ -1,0 +1,354 @@
+#include "array/tensor.h"
+
+#include <tvm/ffi/error.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <utility>
+
+namespace mlx_tvm_ffi {
+
+namespace {
+
+constexpr int kInlineDims = 8;
+
+/*! \brief A managed tensor of the pool: it holds an array, or the owner of some other memory. */
+struct Lent {
+  DLManagedTensorVersioned managed;
+  std::optional<mx::array> array;
+  std::shared_ptr<void> owner;
+  Backend* backend;
+  Lent* next;
+  std::unique_ptr<int64_t[]> wide_dims;
+  std::array<int64_t, 2 * kInlineDims> inline_dims;
+};
+
+/*!
+ * \brief Where managed tensors come from and go back to: a free list per thread, refilled from one list of the process.
+ * Slabs are never freed, so an address can be recognised as ours without a lock.
+ */
+class Pool {
+ public:
+  static Pool& Get() {
+    static Pool* pool = new Pool;  // leaked: deleters may run at exit
+    return *pool;
+  }
+
+  Lent* Take() {
+    ThreadList& list = Local();
+    if (list.head == nullptr) Refill(&list);
+    Lent* lent = list.head;
+    list.head = lent->next;
+    --list.size;
+    return lent;
+  }
+
+  void Give(Lent* lent) {
+    ThreadList& list = Local();
+    lent->next = list.head;
+    list.head = lent;
+    if (++list.size > 2 * kBatch || list.closed) Return(&list, list.closed ? 0 : kBatch);
+  }
+
+  /*! \brief The managed tensor whose shape `dims` is; null where it is not one of ours. */
+  Lent* Find(const int64_t* dims) const {
+    auto address = reinterpret_cast<std::uintptr_t>(dims);
+    for (size_t i = 0, n = slab_count_.load(std::memory_order_acquire); i < n; ++i) {
+      auto begin = reinterpret_cast<std::uintptr_t>(slabs_[i].begin);
+      if (address >= begin && address < begin + slabs_[i].count * sizeof(Lent)) {
+        return slabs_[i].begin + (address - begin) / sizeof(Lent);
+      }
+    }
+    return nullptr;
+  }
+
+ private:
+  static constexpr size_t kBatch = 64;
+
+  struct ThreadList {
+    Lent* head = nullptr;
+    size_t size = 0;
+    bool closed = false;
+    ~ThreadList() {
+      closed = true;
+      Pool::Get().Return(this, 0);
+    }
+  };
+
+  struct Slab {
+    Lent* begin;
+    size_t count;
+  };
+
+  static ThreadList& Local() {
+    static thread_local ThreadList list;
+    return list;
+  }
+
+  void Refill(ThreadList* list) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (free_ == nullptr) AddSlab();
+    for (size_t i = 0; i < kBatch && free_ != nullptr; ++i) {
+      Lent* lent = std::exchange(free_, free_->next);
+      lent->next = std::exchange(list->head, lent);
+      ++list->size;
+    }
+  }
+
+  void Return(ThreadList* list, size_t keep) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (list->size > keep) {
+      Lent* lent = std::exchange(list->head, list->head->next);
+      lent->next = std::exchange(free_, lent);
+      --list->size;
+    }
+  }
+
+  // Each slab is twice the last, so that few are enough for any number of tensors.
+  void AddSlab() {
+    size_t index = slab_count_.load(std::memory_order_relaxed);
+    size_t count = kBatch << index;
+    Lent* begin = new Lent[count];
+    for (size_t i = 0; i < count; ++i) {
+      begin[i].next = std::exchange(free_, begin + i);
+    }
+    slabs_[index] = {begin, count};
+    slab_count_.store(index + 1, std::memory_order_release);
+  }
+
+  std::mutex mutex_;
+  Lent* free_ = nullptr;
+  std::array<Slab, 40> slabs_;
+  std::atomic<size_t> slab_count_{0};
+};
+
+void ReturnLent(DLManagedTensorVersioned* managed) {
+  Lent* lent = reinterpret_cast<Lent*>(managed);
+  if (lent->array.has_value()) {
+    lent->backend->Finish(*lent->array);
+    lent->array.reset();
+  }
+  lent->owner.reset();
+  lent->wide_dims.reset();
+  Pool::Get().Give(lent);
+}
+
+Lent* NewLent(int ndim, int64_t** dims) {
+  Lent* lent = Pool::Get().Take();
+  lent->managed.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
+  lent->managed.manager_ctx = lent;
+  lent->managed.deleter = ReturnLent;
+  lent->managed.flags = 0;
+  *dims = lent->inline_dims.data();
+  if (ndim > kInlineDims) {
+    lent->wide_dims = std::make_unique<int64_t[]>(2 * static_cast<size_t>(ndim));
+    *dims = lent->wide_dims.get();
+  }
+  return lent;
+}
+
+thread_local AllocationHook* current_hook = nullptr;
+
+mx::Device FromDLDevice(DLDevice device) {
+  if (device.device_type == kDLCPU) return mx::Device(mx::Device::cpu);
+  if (device.device_type == kDLMetal || device.device_type == kDLCUDA) {
+    return mx::Device(mx::Device::gpu, device.device_id);
+  }
+  TVM_FFI_THROW(NotImplementedError)
+      << "[mlx_tvm_ffi.allocate] device: expected cpu, cuda or metal, got device type "
+      << device.device_type << ". Allocate on the device of the kernel's arguments.";
+  TVM_FFI_UNREACHABLE();
+}
+
+mx::Shape FromDLShape(const DLTensor& tensor) {
+  mx::Shape shape;
+  for (int i = 0; i < tensor.ndim; ++i) {
+    int64_t dim = tensor.shape[i];
+    if (dim < 0 || dim > std::numeric_limits<int32_t>::max()) {
+      TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.allocate] shape: expected dimensions from 0 to 2^31 - 1, got "
+                                << dim << " in dimension " << i << ". Use a smaller tensor.";
+    }
+    shape.push_back(static_cast<int32_t>(dim));
+  }
+  return shape;
+}
+
+// Copies a strided CPU tensor into row-contiguous memory at `to`; returns the end of what was written.
+char* CopyRows(const DLTensor& from, int dim, const char* source, char* to, size_t itemsize) {
+  if (dim == from.ndim) {
+    std::memcpy(to, source, itemsize);
+    return to + itemsize;
+  }
+  for (int64_t i = 0; i < from.shape[dim]; ++i) {
+    to = CopyRows(from, dim + 1, source + i * from.strides[dim] * static_cast<int64_t>(itemsize), to,
+                  itemsize);
+  }
+  return to;
+}
+
+mx::array CopyFromCpu(const DLTensor& tensor) {
+  mx::array out(FromDLShape(tensor), FromDLPack(tensor.dtype), nullptr, {});
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  if (out.size() == 0) return out;
+  const char* source = static_cast<const char*>(tensor.data) + tensor.byte_offset;
+  if (tensor.strides == nullptr) {
+    std::memcpy(out.data<char>(), source, out.nbytes());
+  } else {
+    CopyRows(tensor, 0, source, out.data<char>(), out.itemsize());
+  }
+  return out;
+}
+
+}  // namespace
+
+DLDataType ToDLPack(mx::Dtype dtype) {
+  auto make = [](DLDataTypeCode code, int bits) {
+    return DLDataType{static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1};
+  };
+  switch (dtype.val()) {
+    case mx::Dtype::Val::bool_:
+      return make(kDLBool, 8);
+    case mx::Dtype::Val::uint8:
+    case mx::Dtype::Val::uint16:
+    case mx::Dtype::Val::uint32:
+    case mx::Dtype::Val::uint64:
+      return make(kDLUInt, 8 * dtype.size());
+    case mx::Dtype::Val::int8:
+    case mx::Dtype::Val::int16:
+    case mx::Dtype::Val::int32:
+    case mx::Dtype::Val::int64:
+      return make(kDLInt, 8 * dtype.size());
+    case mx::Dtype::Val::float16:
+    case mx::Dtype::Val::float32:
+    case mx::Dtype::Val::float64:
+      return make(kDLFloat, 8 * dtype.size());
+    case mx::Dtype::Val::bfloat16:
+      return make(kDLBfloat, 16);
+    case mx::Dtype::Val::complex64:
+      return make(kDLComplex, 64);
+  }
+  TVM_FFI_THROW(InternalError) << "[mlx_tvm_ffi.array] dtype: unknown to this build of mlx_tvm_ffi.";
+  TVM_FFI_UNREACHABLE();
+}
+
+mx::Dtype FromDLPack(DLDataType dtype) {
+  static const std::array<mx::Dtype, 14> kAll = {
+      mx::bool_, mx::uint8, mx::uint16,  mx::uint32,  mx::uint64,  mx::int8,     mx::int16,
+      mx::int32, mx::int64, mx::float16, mx::float32, mx::float64, mx::bfloat16, mx::complex64};
+  for (const mx::Dtype& candidate : kAll) {
+    DLDataType known = ToDLPack(candidate);
+    if (known.code == dtype.code && known.bits == dtype.bits && known.lanes == dtype.lanes) {
+      return candidate;
+    }
+  }
+  TVM_FFI_THROW(NotImplementedError)
+      << "[mlx_tvm_ffi.array] dtype: expected one of MLX's, got " << tvm::ffi::DLDataTypeToString(dtype)
+      << ". View the memory as an unsigned integer of the same width.";
+  TVM_FFI_UNREACHABLE();
+}
+
+void FillTensor(const mx::array& array, const mx::Device& device, const Backend& backend,
+                int64_t* dims, DLTensor* tensor) {
+  size_t ndim = array.ndim();
+  std::copy(array.shape().begin(), array.shape().end(), dims);
+  std::copy(array.strides().begin(), array.strides().end(), dims + ndim);
+  tensor->device = backend.ToDLDevice(device);
+  tensor->ndim = static_cast<int32_t>(ndim);
+  tensor->dtype = ToDLPack(array.dtype());
+  tensor->shape = dims;
+  tensor->strides = dims + ndim;
+  if (array.size() == 0) {  // DLPack: data of a tensor without elements is null
+    tensor->data = nullptr;
+    tensor->byte_offset = 0;
+  } else {
+    backend.Address(array, tensor);
+  }
+}
+
+DLManagedTensorVersioned* Lend(const mx::array& array, const mx::Device& device, Backend& backend) {
+  int64_t* dims = nullptr;
+  Lent* lent = NewLent(static_cast<int>(array.ndim()), &dims);
+  try {
+    FillTensor(array, device, backend, dims, &lent->managed.dl_tensor);
+  } catch (...) {
+    Pool::Get().Give(lent);
+    throw;
+  }
+  lent->array.emplace(array);
+  lent->backend = &backend;
+  return &lent->managed;
+}
+
+DLManagedTensorVersioned* LendMemory(const DLTensor& tensor, std::shared_ptr<void> owner) {
+  int64_t* dims = nullptr;
+  Lent* lent = NewLent(tensor.ndim, &dims);
+  std::copy_n(tensor.shape, tensor.ndim, dims);
+  std::copy_n(tensor.strides, tensor.ndim, dims + tensor.ndim);
+  lent->managed.dl_tensor = tensor;
+  lent->managed.dl_tensor.shape = dims;
+  lent->managed.dl_tensor.strides = dims + tensor.ndim;
+  lent->owner = std::move(owner);
+  return &lent->managed;
+}
+
+mx::array TakeBack(DLManagedTensorVersioned* managed) {
+  struct Release {
+    DLManagedTensorVersioned* managed;
+    ~Release() {
+      if (managed->deleter != nullptr) managed->deleter(managed);
+    }
+  } release{managed};
+  const DLTensor& tensor = managed->dl_tensor;
+  if (Lent* lent = Pool::Get().Find(tensor.shape); lent != nullptr && lent->array.has_value()) {
+    const DLTensor& known = lent->managed.dl_tensor;
+    if (known.data == tensor.data && known.byte_offset == tensor.byte_offset &&
+        known.shape == tensor.shape && known.strides == tensor.strides &&
+        known.ndim == tensor.ndim) {
+      return *lent->array;
+    }
+  }
+  if (tensor.device.device_type != kDLCPU) {
+    TVM_FFI_THROW(NotImplementedError)
+        << "[mlx_tvm_ffi.array] result: expected GPU memory that MLX allocated, got a tensor with memory of "
+           "its own. Allocate results through TVMFFIEnvTensorAlloc, or fill an output that is passed in.";
+  }
+  return CopyFromCpu(tensor);
+}
+
+int AllocateTensor(DLTensor* prototype, DLManagedTensorVersioned** out, void* error_context,
+                   void (*set_error)(void*, const char*, const char*)) {
+  try {
+    mx::Device device = FromDLDevice(prototype->device);
+    mx::Shape shape = FromDLShape(*prototype);
+    mx::Dtype dtype = FromDLPack(prototype->dtype);
+    if (current_hook != nullptr) {
+      *out = current_hook->Allocate(std::move(shape), dtype);
+      return 0;
+    }
+    Backend& backend = GetBackend(device);
+    mx::array array(std::move(shape), dtype, nullptr, {});
+    mx::Stream stream = CurrentMlxStream();
+    backend.Allocate(array, stream.device == device ? stream : mx::default_stream(device));
+    *out = Lend(array, device, backend);
+    return 0;
+  } catch (const tvm::ffi::Error& error) {
+    set_error(error_context, error.kind().c_str(), error.message().c_str());
+  } catch (const std::bad_alloc&) {
+    set_error(error_context, "MemoryError", "[mlx_tvm_ffi.allocate] out of memory");
+  } catch (const std::exception& error) {
+    set_error(error_context, "RuntimeError", error.what());
+  }
+  return -1;
+}
+
+AllocationHook::AllocationHook() : outer_(std::exchange(current_hook, this)) {}
+
+AllocationHook::~AllocationHook() { current_hook = outer_; }
+
+}  // namespace mlx_tvm_ffi

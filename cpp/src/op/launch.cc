@@ -1,0 +1,311 @@
+#include "op/launch.h"
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/error.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "array/tensor.h"
+
+namespace mlx_tvm_ffi {
+
+namespace ffi = tvm::ffi;
+
+namespace {
+
+/*! \brief A tensor object of ours that a kernel sees for the time of one call. */
+class BorrowedTensor : public ffi::TensorObj {
+ public:
+  /*! \brief Makes a tensor that the kernel kept stand on its own: with its dims, and a share in its memory. */
+  void Outlive(std::shared_ptr<void> memory) {
+    size_t n = static_cast<size_t>(ndim);
+    dims_.assign(shape, shape + n);
+    dims_.insert(dims_.end(), strides, strides + n);
+    shape = dims_.data();
+    strides = dims_.data() + n;
+    if (memory == nullptr) data = nullptr;
+    memory_ = std::move(memory);
+  }
+
+ private:
+  std::vector<int64_t> dims_;
+  std::shared_ptr<void> memory_;
+};
+
+/*! \brief This thread's borrowed tensors, used as a stack: a kernel may run ops of its own. */
+struct Borrowed {
+  std::vector<ffi::ObjectPtr<BorrowedTensor>> tensors;
+  size_t top = 0;
+
+  static Borrowed& OfThread() {
+    static thread_local Borrowed borrowed;
+    return borrowed;
+  }
+};
+
+/*! \brief tvm-ffi's environment allocator, set to MLX's for the time of a run. */
+class AllocatorScope {
+ public:
+  AllocatorScope() {
+    TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvSetDLPackManagedTensorAllocator(AllocateTensor, 0, &previous_));
+  }
+  AllocatorScope(const AllocatorScope&) = delete;
+  AllocatorScope& operator=(const AllocatorScope&) = delete;
+  ~AllocatorScope() { TVMFFIEnvSetDLPackManagedTensorAllocator(previous_, 0, nullptr); }
+
+ private:
+  DLPackManagedTensorAllocator previous_ = nullptr;
+};
+
+[[noreturn]] void ThrowNamed(const char* name, const std::string& kind, const std::string& message,
+                             const std::string& backtrace = "") {
+  throw ffi::Error(kind, "[mlx_tvm_ffi.op " + std::string(name) + "] " + kind + ": " + message,
+                   backtrace);
+}
+
+bool SameDims(const DLTensor& a, const DLTensor& b) {
+  return a.ndim == b.ndim && a.dtype.code == b.dtype.code && a.dtype.bits == b.dtype.bits &&
+         a.dtype.lanes == b.dtype.lanes && std::equal(a.shape, a.shape + a.ndim, b.shape);
+}
+
+std::string Describe(const DLTensor& tensor) {
+  std::string text = ffi::DLDataTypeToString(tensor.dtype);
+  text += "[";
+  for (int i = 0; i < tensor.ndim; ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(tensor.shape[i]);
+  }
+  return text + "]";
+}
+
+size_t Bytes(const DLTensor& tensor) {
+  size_t bytes = tensor.dtype.bits / 8;
+  for (int i = 0; i < tensor.ndim; ++i) bytes *= static_cast<size_t>(tensor.shape[i]);
+  return bytes;
+}
+
+bool IsRowContiguous(const DLTensor& tensor) {
+  if (tensor.strides == nullptr) return true;
+  int64_t expected = 1;
+  for (int i = tensor.ndim; i-- > 0;) {
+    if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
+    expected *= tensor.shape[i];
+  }
+  return true;
+}
+
+}  // namespace
+
+/*!
+ * \brief What a kernel allocates while it runs as an op. A kernel that returns its outputs is given the output's own
+ * memory for the first tensor of the same shape and dtype, so that nothing has to be copied.
+ */
+class KernelLaunch::Scratch final : public AllocationHook {
+ public:
+  explicit Scratch(KernelLaunch* launch) : launch_(launch), claimed_(launch->tensors_.size(), false) {}
+
+  DLManagedTensorVersioned* Allocate(mx::Shape shape, mx::Dtype dtype) override {
+    mx::array array(std::move(shape), dtype, nullptr, {});
+    if (launch_->primitive_->kernel()->returns_outputs()) {
+      for (size_t i = launch_->inputs_; i < claimed_.size(); ++i) {
+        const Bound& output = launch_->tensors_[i];
+        if (claimed_[i] || !Fits(output.tensor, array)) continue;
+        if (std::shared_ptr<void> memory = output.data.lock()) {
+          claimed_[i] = true;
+          return LendMemory(output.tensor, std::move(memory));
+        }
+      }
+    }
+    launch_->backend_.Allocate(array, launch_->stream_);
+    launch_->backend_.KeepScratch(array, launch_->stream_);
+    DLTensor tensor;
+    std::vector<int64_t> dims(2 * array.ndim() + 1);
+    FillTensor(array, launch_->stream_.device, launch_->backend_, dims.data(), &tensor);
+    return LendMemory(tensor, array.data_shared_ptr());
+  }
+
+ private:
+  static bool Fits(const DLTensor& output, const mx::array& array) {
+    DLDataType dtype = ToDLPack(array.dtype());
+    return output.ndim == static_cast<int32_t>(array.ndim()) && output.dtype.code == dtype.code &&
+           output.dtype.bits == dtype.bits &&
+           std::equal(array.shape().begin(), array.shape().end(), output.shape);
+  }
+
+  KernelLaunch* launch_;
+  std::vector<bool> claimed_;
+};
+
+KernelLaunch::KernelLaunch(std::shared_ptr<const KernelPrimitive> primitive, Backend& backend,
+                           const mx::Stream& stream, const std::vector<mx::array>& inputs,
+                           const std::vector<mx::array>& outputs)
+    : primitive_(std::move(primitive)), backend_(backend), stream_(stream), inputs_(inputs.size()) {
+  size_t dims = 0;
+  for (const mx::array& array : inputs) dims += 2 * array.ndim();
+  for (const mx::array& array : outputs) dims += 2 * array.ndim();
+  dims_.resize(dims + 1);  // never empty: a tensor without dimensions points into it too
+  tensors_.reserve(inputs.size() + outputs.size());
+  int64_t* next = dims_.data();
+  for (const mx::array& array : inputs) Bind(array, stream.device, &next);
+  for (const mx::array& array : outputs) Bind(array, stream.device, &next);
+}
+
+KernelLaunch::~KernelLaunch() = default;
+
+void KernelLaunch::Bind(const mx::array& array, const mx::Device& device, int64_t** dims) {
+  Bound& bound = tensors_.emplace_back();
+  FillTensor(array, device, backend_, *dims, &bound.tensor);
+  bound.data = array.data_shared_ptr();
+  *dims += 2 * array.ndim();
+}
+
+std::shared_ptr<void> KernelLaunch::KeepAlive() const {
+  return std::const_pointer_cast<KernelPrimitive>(primitive_);
+}
+
+void KernelLaunch::Run(const StreamRef& stream) {
+  try {
+    StreamScope scope(stream);
+    AllocatorScope allocator;
+    Scratch scratch(this);
+    Call();
+  } catch (const ffi::Error& error) {
+    ThrowNamed(name(), error.kind(), error.message(), error.backtrace());
+  } catch (const std::exception& error) {
+    ThrowNamed(name(), "RuntimeError", error.what());
+  } catch (...) {
+    ThrowNamed(name(), "RuntimeError", "the kernel threw something that is not a std::exception");
+  }
+}
+
+void KernelLaunch::Call() {
+  Borrowed& borrowed = Borrowed::OfThread();
+  size_t base = borrowed.top;
+  size_t count = tensors_.size();
+  while (borrowed.tensors.size() < base + count) {
+    borrowed.tensors.push_back(ffi::make_object<BorrowedTensor>());
+  }
+  borrowed.top = base + count;
+  for (size_t i = 0; i < count; ++i) {
+    static_cast<DLTensor&>(*borrowed.tensors[base + i]) = tensors_[i].tensor;
+  }
+
+  // Gives the tensors back. One that the kernel still holds is replaced, and made to outlive this call.
+  int kept = -1;
+  auto give_back = [&]() noexcept {
+    for (size_t i = 0; i < count; ++i) {
+      ffi::ObjectPtr<BorrowedTensor>& tensor = borrowed.tensors[base + i];
+      if (tensor.use_count() != 1) {
+        tensor->Outlive(tensors_[i].data.lock());
+        tensor = ffi::make_object<BorrowedTensor>();
+        kept = static_cast<int>(i);
+      }
+    }
+    borrowed.top = base;
+  };
+  struct OnThrow {
+    decltype(give_back)* run;
+    ~OnThrow() {
+      if (run != nullptr) (*run)();
+    }
+  } on_throw{&give_back};
+
+  std::vector<ffi::AnyView> arguments;
+  arguments.reserve(count + primitive_->attributes().size() + 1);
+  auto push_tensor = [&](size_t i) {
+    arguments.emplace_back(static_cast<const ffi::TensorObj*>(borrowed.tensors[base + i].get()));
+  };
+  const Kernel& kernel = *primitive_->kernel();
+  for (const Kernel::Slot& slot : kernel.slots()) {
+    switch (slot.kind) {
+      case Kernel::Slot::Kind::kArgs:
+        for (size_t i = 0; i < inputs_; ++i) push_tensor(i);
+        break;
+      case Kernel::Slot::Kind::kArg:
+        push_tensor(slot.index);
+        break;
+      case Kernel::Slot::Kind::kRets:
+        for (size_t i = inputs_; i < count; ++i) push_tensor(i);
+        break;
+      case Kernel::Slot::Kind::kRet:
+        push_tensor(inputs_ + slot.index);
+        break;
+      case Kernel::Slot::Kind::kStream: {
+        DLDevice device = backend_.ToDLDevice(stream_.device);
+        arguments.emplace_back(TVMFFIEnvGetStream(device.device_type, device.device_id));
+        break;
+      }
+      case Kernel::Slot::Kind::kAttribute:
+        for (const auto& [key, value] : primitive_->attributes()) {
+          if (key == slot.name) arguments.emplace_back(value);
+        }
+        break;
+    }
+  }
+  if (kernel.options().arg_spec.empty()) {
+    for (const auto& attribute : primitive_->attributes()) arguments.emplace_back(attribute.second);
+  }
+
+  {
+    ffi::Any result;
+    kernel.function().CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &result);
+    if (kernel.returns_outputs()) TakeReturned(result);
+  }
+  on_throw.run = nullptr;
+  give_back();
+  if (kept >= 0) {
+    bool is_input = static_cast<size_t>(kept) < inputs_;
+    TVM_FFI_THROW(RuntimeError)
+        << "expected a kernel that lets go of its tensors when it returns, but it kept "
+        << (is_input ? "input " : "output ")
+        << (is_input ? static_cast<size_t>(kept) : static_cast<size_t>(kept) - inputs_)
+        << ". Copy what must outlive the call.";
+  }
+}
+
+void KernelLaunch::TakeReturned(const ffi::Any& result) const {
+  size_t outputs = tensors_.size() - inputs_;
+  auto take = [&](const ffi::Any& value, size_t i) {
+    auto tensor = value.as<ffi::Tensor>();
+    if (!tensor.has_value()) {
+      TVM_FFI_THROW(TypeError) << "expected a kernel that returns a tensor for output " << i << ", got "
+                               << value.GetTypeKey() << ". Name \"rets\" in arg_spec if it fills its outputs.";
+    }
+    CopyReturned(*(*tensor).operator->(), i);
+  };
+  if (auto array = result.as<ffi::Array<ffi::Any>>()) {
+    if (array->size() != outputs) {
+      TVM_FFI_THROW(ValueError) << "expected a kernel that returns " << outputs << " tensors, got "
+                                << array->size() << ". Make `outputs` say what it returns.";
+    }
+    for (size_t i = 0; i < outputs; ++i) take((*array)[static_cast<int64_t>(i)], i);
+  } else if (outputs == 1) {
+    take(result, 0);
+  } else {
+    TVM_FFI_THROW(TypeError) << "expected a kernel that returns " << outputs << " tensors, got "
+                             << result.GetTypeKey() << ". Make `outputs` say what it returns.";
+  }
+}
+
+void KernelLaunch::CopyReturned(const DLTensor& returned, size_t output) const {
+  const DLTensor& expected = tensors_[inputs_ + output].tensor;
+  if (!SameDims(returned, expected)) {
+    TVM_FFI_THROW(ValueError) << "expected a kernel that returns " << Describe(expected) << " for output "
+                              << output << ", got " << Describe(returned)
+                              << ". Make `outputs` say what it returns.";
+  }
+  if (returned.data == expected.data && returned.byte_offset == expected.byte_offset) return;
+  if (returned.device.device_type != kDLCPU || !IsRowContiguous(returned)) {
+    TVM_FFI_THROW(NotImplementedError)
+        << "expected a kernel that allocates output " << output
+        << " through TVMFFIEnvTensorAlloc, got memory from elsewhere. Let it fill an output instead.";
+  }
+  std::memcpy(static_cast<char*>(expected.data) + expected.byte_offset,
+              static_cast<const char*>(returned.data) + returned.byte_offset, Bytes(expected));
+}
+
+}  // namespace mlx_tvm_ffi

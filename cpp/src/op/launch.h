@@ -1,0 +1,57 @@
+/*!
+ * \file launch.h
+ * \brief One run of a kernel as an op: its tensors bound, its arguments put in order, its errors named.
+ */
+#ifndef MLX_TVM_FFI_OP_LAUNCH_H_
+#define MLX_TVM_FFI_OP_LAUNCH_H_
+
+#include <mlx_tvm_ffi/op.h>
+
+#include <memory>
+#include <vector>
+
+#include "backend/backend.h"
+
+namespace mlx_tvm_ffi {
+
+class KernelLaunch final : public Launch {
+ public:
+  /*!
+   * \param primitive Kept alive with the kernel and its attributes.
+   * \param inputs, outputs Have memory. No handle of them is kept: that would block donation.
+   */
+  KernelLaunch(std::shared_ptr<const KernelPrimitive> primitive, Backend& backend,
+               const mx::Stream& stream, const std::vector<mx::array>& inputs,
+               const std::vector<mx::array>& outputs);
+  ~KernelLaunch() override;
+
+  void Run(const StreamRef& stream) override;
+  std::shared_ptr<void> KeepAlive() const override;
+  bool capture() const override { return primitive_->kernel()->options().capture; }
+  bool aliased() const override { return !primitive_->kernel()->options().aliases.empty(); }
+  const char* name() const override { return primitive_->kernel()->options().name.c_str(); }
+
+ private:
+  /*! \brief A tensor's description, and its memory without a share in it: a share would block donation. */
+  struct Bound {
+    DLTensor tensor;
+    std::weak_ptr<mx::array::Data> data;
+  };
+  class Scratch;
+
+  void Bind(const mx::array& array, const mx::Device& device, int64_t** dims);
+  void Call();
+  void TakeReturned(const tvm::ffi::Any& result) const;
+  void CopyReturned(const DLTensor& returned, size_t output) const;
+
+  std::shared_ptr<const KernelPrimitive> primitive_;
+  Backend& backend_;
+  mx::Stream stream_;
+  size_t inputs_;
+  std::vector<Bound> tensors_;
+  std::vector<int64_t> dims_;
+};
+
+}  // namespace mlx_tvm_ffi
+
+#endif  // MLX_TVM_FFI_OP_LAUNCH_H_

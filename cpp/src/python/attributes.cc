@@ -1,0 +1,87 @@
+#include "python/attributes.h"
+
+#include <pybind11/pybind11.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/dtype.h>
+#include <tvm/ffi/string.h>
+
+#include "array/py_array.h"
+#include "array/tensor.h"
+
+namespace mlx_tvm_ffi {
+
+namespace ffi = tvm::ffi;
+namespace py = pybind11;
+
+namespace {
+
+std::string Where(const std::string& op, const std::string& name) {
+  return "[mlx_tvm_ffi.op " + op + "] " + name + ": ";
+}
+
+// A type of tvm_ffi's Python package, kept for ever.
+py::handle TvmFfiType(const char* name) {
+  return py::object(py::module_::import("tvm_ffi").attr(name)).release();
+}
+
+ffi::Any FromInteger(const std::string& op, const std::string& name, PyObject* value) {
+  py::object number = py::reinterpret_steal<py::object>(PyNumber_Index(value));
+  if (!number) throw py::error_already_set();
+  int overflow = 0;
+  long long result = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow != 0) {
+    throw py::value_error(Where(op, name) + "expected an integer that fits 64 bits, got " +
+                          py::str(number).cast<std::string>() + ". Pass it as a string or an array.");
+  }
+  return static_cast<int64_t>(result);
+}
+
+ffi::Any FromSequence(const std::string& op, const std::string& name, PyObject* value) {
+  if (Py_EnterRecursiveCall(" in an attribute") != 0) throw py::error_already_set();
+  struct Leave {
+    ~Leave() { Py_LeaveRecursiveCall(); }
+  } leave;
+  ffi::Array<ffi::Any> array;
+  for (py::handle item : py::reinterpret_borrow<py::sequence>(value)) {
+    array.push_back(ToAttribute(op, name, item.ptr()));
+  }
+  return array;
+}
+
+}  // namespace
+
+ffi::Any ToAttribute(const std::string& op, const std::string& name, PyObject* value) {
+  static py::handle dtype_type = TvmFfiType("dtype");
+  static py::handle device_type = TvmFfiType("Device");
+  if (value == Py_None) return nullptr;
+  if (PyBool_Check(value)) return value == Py_True;
+  if (PyFloat_Check(value)) return PyFloat_AS_DOUBLE(value);
+  if (PyIndex_Check(value) && AsArray(value) == nullptr) return FromInteger(op, name, value);
+  if (py::isinstance(value, dtype_type)) {  // before str, which it derives from
+    return ffi::StringToDLDataType(py::str(py::handle(value)).cast<std::string>());
+  }
+  if (PyUnicode_Check(value)) {
+    Py_ssize_t size = 0;
+    const char* data = PyUnicode_AsUTF8AndSize(value, &size);
+    if (data == nullptr) throw py::error_already_set();
+    return ffi::String(data, static_cast<size_t>(size));
+  }
+  if (PyBytes_Check(value)) {
+    return ffi::Bytes(PyBytes_AS_STRING(value), static_cast<size_t>(PyBytes_GET_SIZE(value)));
+  }
+  if (PyTuple_Check(value) || PyList_Check(value)) return FromSequence(op, name, value);
+  if (auto dtype = AsDtype(value)) return ToDLPack(*dtype);
+  if (auto device = AsDevice(value)) return GetBackend(*device).ToDLDevice(*device);
+  if (py::isinstance(value, device_type)) {
+    py::handle device(value);
+    return DLDevice{static_cast<DLDeviceType>(device.attr("dlpack_device_type")().cast<int>()),
+                    device.attr("index").cast<int>()};
+  }
+  bool is_array = AsArray(value) != nullptr;
+  throw py::type_error(Where(op, name) +
+                       "expected None, a bool, int, float, str, bytes, dtype, device, or a sequence of these, got " +
+                       Py_TYPE(value)->tp_name +
+                       (is_array ? ". Pass arrays as positional inputs." : ". Convert it first."));
+}
+
+}  // namespace mlx_tvm_ffi

@@ -1,0 +1,23 @@
+/*!
+ * \file attributes.h
+ * \brief Python values as attributes of an op.
+ */
+#ifndef MLX_TVM_FFI_PYTHON_ATTRIBUTES_H_
+#define MLX_TVM_FFI_PYTHON_ATTRIBUTES_H_
+
+#include <Python.h>
+#include <tvm/ffi/any.h>
+
+#include <string>
+
+namespace mlx_tvm_ffi {
+
+/*!
+ * \brief A value that owns all it refers to. With Python's lock held.
+ * \throws TypeError for a type that is not carried, ValueError for an integer out of range; both name `op` and `name`.
+ */
+tvm::ffi::Any ToAttribute(const std::string& op, const std::string& name, PyObject* value);
+
+}  // namespace mlx_tvm_ffi
+
+#endif  // MLX_TVM_FFI_PYTHON_ATTRIBUTES_H_

@@ -1,0 +1,18 @@
+// The extension module: bindings, no logic.
+#include <mlx/version.h>
+#include <pybind11/pybind11.h>
+
+#include "array/py_array.h"
+#include "array/py_error.h"
+#include "array/py_exchange.h"
+#include "python/op_type.h"
+#include "python/stream_bindings.h"
+
+PYBIND11_MODULE(_core, module) {
+  using namespace mlx_tvm_ffi;
+  TranslateErrors();
+  InitPyArray();
+  InstallExchange();
+  BindOp(module);
+  BindStream(module);
+}

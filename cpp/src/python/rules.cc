@@ -1,0 +1,273 @@
+#include "python/rules.h"
+
+#include <mlx/ops.h>
+#include <tvm/ffi/error.h>
+
+#include <limits>
+#include <string>
+
+#include "array/py_array.h"
+
+namespace mlx_tvm_ffi {
+
+namespace py = pybind11;
+
+namespace {
+
+std::string TypeName(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+
+std::string Where(const std::string& op) { return "[mlx_tvm_ffi.op " + op + "] "; }
+
+int32_t ReadDimension(const std::string& op, py::handle dimension) {
+  if (PyIndex_Check(dimension.ptr()) == 0) {
+    throw py::type_error(Where(op) + "outputs: expected dimensions that are integers, got " +
+                         TypeName(dimension) + ". Use int().");
+  }
+  Py_ssize_t value = PyNumber_AsSsize_t(dimension.ptr(), nullptr);
+  if (value < 0 || value > std::numeric_limits<int32_t>::max()) {
+    throw py::value_error(Where(op) + "outputs: expected dimensions from 0 to 2^31 - 1, got " +
+                          py::str(dimension).cast<std::string>() + ". Correct the shape.");
+  }
+  return static_cast<int32_t>(value);
+}
+
+bool IsSpec(py::handle object) {
+  return py::hasattr(object, "shape") && py::hasattr(object, "dtype");
+}
+
+ShapeDtype ReadSpec(const std::string& op, py::handle spec) {
+  py::object shape_object = spec.attr("shape");
+  std::optional<mx::Dtype> dtype = AsDtype(py::object(spec.attr("dtype")).ptr());
+  if (!dtype.has_value()) {
+    throw py::type_error(Where(op) + "outputs: expected a dtype of mlx.core, got " +
+                         TypeName(spec.attr("dtype")) + ". Use one like mx.float32.");
+  }
+  if (!py::isinstance<py::sequence>(shape_object) || py::isinstance<py::str>(shape_object)) {
+    throw py::type_error(Where(op) + "outputs: expected a shape that is a sequence of integers, got " +
+                         TypeName(shape_object) + ". Use a tuple.");
+  }
+  ShapeDtype result{{}, *dtype};
+  constexpr size_t kMostBytes = size_t{1} << 62;
+  size_t bytes = dtype->size();
+  for (py::handle dimension : py::reinterpret_borrow<py::sequence>(shape_object)) {
+    result.shape.push_back(ReadDimension(op, dimension));
+    size_t size = static_cast<size_t>(result.shape.back());
+    if (size != 0 && bytes > kMostBytes / size) {
+      throw py::value_error(Where(op) + "outputs: expected less than 2^62 bytes, got shape " +
+                            py::str(shape_object).cast<std::string>() + ". Correct the shape.");
+    }
+    bytes *= size;
+  }
+  return result;
+}
+
+py::tuple ToTuple(const std::vector<mx::array>& arrays) {
+  py::tuple result(arrays.size());
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    PyObject* object = FromArray(arrays[i]);
+    if (object == nullptr) throw py::error_already_set();
+    result[i] = py::reinterpret_steal<py::object>(object);
+  }
+  return result;
+}
+
+// As an op returns them: one array, or a tuple of several.
+py::object ToOneOrTuple(const std::vector<mx::array>& arrays) {
+  py::tuple all = ToTuple(arrays);
+  return all.size() == 1 ? py::object(all[0]) : py::object(all);
+}
+
+/*! \brief Python's lock, and the primitive's stream for what a rule calls. */
+class RuleScope {
+ public:
+  explicit RuleScope(const mx::Stream& stream)
+      : scope_(ToStreamRef(stream)), previous_(mx::default_stream(stream.device)) {
+    mx::set_default_stream(stream);
+  }
+  RuleScope(const RuleScope&) = delete;
+  RuleScope& operator=(const RuleScope&) = delete;
+  ~RuleScope() { mx::set_default_stream(previous_); }
+
+ private:
+  py::gil_scoped_acquire lock_;
+  StreamScope scope_;
+  mx::Stream previous_;
+};
+
+py::dict Keywords(const std::shared_ptr<const HeldObject>& keywords) {
+  return keywords == nullptr ? py::dict() : py::reinterpret_borrow<py::dict>(keywords->get());
+}
+
+// The arrays a rule returned: one, or a sequence; `count` of them. None where `optional` gives nothing.
+std::vector<std::optional<mx::array>> ReadArrays(const std::string& op, const char* rule,
+                                                 py::handle result, size_t count, bool optional) {
+  py::tuple items = AsArray(result.ptr()) != nullptr || (result.is_none() && count == 1)
+                        ? py::make_tuple(result)
+                    : py::isinstance<py::sequence>(result)
+                        ? py::tuple(py::reinterpret_borrow<py::sequence>(result))
+                        : throw py::type_error(Where(op) + rule + ": expected a rule that returns arrays, got " +
+                                               TypeName(result) + ". Return a tuple of arrays.");
+  if (items.size() != count) {
+    throw py::value_error(Where(op) + rule + ": expected a rule that returns " + std::to_string(count) +
+                          " arrays, got " + std::to_string(items.size()) + ". Return one for each.");
+  }
+  std::vector<std::optional<mx::array>> arrays;
+  for (py::handle item : items) {
+    mx::array* array = AsArray(item.ptr());
+    if (array == nullptr && !(optional && item.is_none())) {
+      throw py::type_error(Where(op) + rule + ": expected a rule that returns arrays, got " + TypeName(item) +
+                           ". Return mlx.core.array objects.");
+    }
+    arrays.push_back(array == nullptr ? std::nullopt : std::optional(*array));
+  }
+  return arrays;
+}
+
+void ExpectLike(const std::string& op, const char* rule, const mx::array& got, const mx::array& like) {
+  if (got.shape() == like.shape()) return;
+  auto text = [](const mx::Shape& shape) {
+    std::string result = "(";
+    for (int dim : shape) result += std::to_string(dim) + ", ";
+    return result + ")";
+  };
+  throw py::value_error(Where(op) + rule + ": expected an array of shape " + text(like.shape()) + ", got " +
+                        text(got.shape()) + ". Correct the rule.");
+}
+
+}  // namespace
+
+HeldObject::~HeldObject() {
+  // After finalisation there is no interpreter to give the reference back to.
+  if (object_ == nullptr || Py_IsInitialized() == 0) return;
+  PyGILState_STATE state = PyGILState_Ensure();
+  Py_DECREF(object_);
+  PyGILState_Release(state);
+}
+
+std::vector<ShapeDtype> ReadOutputs(const std::string& op, py::handle outputs) {
+  std::vector<ShapeDtype> specs;
+  if (IsSpec(outputs)) {
+    specs.push_back(ReadSpec(op, outputs));
+  } else if (py::isinstance<py::sequence>(outputs) && !py::isinstance<py::str>(outputs)) {
+    for (py::handle spec : py::reinterpret_borrow<py::sequence>(outputs)) {
+      if (!IsSpec(spec)) {
+        throw py::type_error(Where(op) + "outputs: expected things with .shape and .dtype, got " + TypeName(spec) +
+                             ". Use mlx_tvm_ffi.ShapeDtype.");
+      }
+      specs.push_back(ReadSpec(op, spec));
+    }
+    if (specs.empty()) {
+      throw py::value_error(Where(op) + "outputs: expected at least one, got none. Say what the kernel writes.");
+    }
+  } else {
+    throw py::type_error(Where(op) + "outputs: expected something with .shape and .dtype, or a sequence of those, got " +
+                         TypeName(outputs) + ". Use mlx_tvm_ffi.ShapeDtype.");
+  }
+  return specs;
+}
+
+PyPrimitive::PyPrimitive(mx::Stream stream, std::shared_ptr<const Kernel> kernel,
+                         Attributes attributes,
+                         std::shared_ptr<const std::vector<ShapeDtype>> outputs,
+                         std::shared_ptr<const Rules> rules,
+                         std::shared_ptr<const HeldObject> keywords)
+    : KernelPrimitive(stream, std::move(kernel), std::move(attributes), std::move(outputs)),
+      rules_(std::move(rules)),
+      keywords_(std::move(keywords)) {}
+
+std::vector<mx::array> PyPrimitive::vjp(const std::vector<mx::array>& primals,
+                                        const std::vector<mx::array>& cotangents,
+                                        const std::vector<int>& argnums,
+                                        const std::vector<mx::array>& outputs) {
+  RuleScope scope(stream());
+  if (rules_->vjp.get().is_none()) {
+    return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
+  }
+  py::object result = rules_->vjp.get()(ToTuple(primals), ToOneOrTuple(cotangents), ToOneOrTuple(outputs),
+                                        **Keywords(keywords_));
+  auto gradients = ReadArrays(name(), "vjp", result, primals.size(), true);
+  std::vector<mx::array> chosen;
+  for (int i : argnums) {
+    const mx::array& primal = primals[static_cast<size_t>(i)];
+    const auto& gradient = gradients[static_cast<size_t>(i)];
+    if (gradient.has_value()) ExpectLike(name(), "vjp", *gradient, primal);
+    chosen.push_back(gradient.has_value() ? *gradient : mx::zeros_like(primal, stream()));
+  }
+  return chosen;
+}
+
+std::vector<mx::array> PyPrimitive::jvp(const std::vector<mx::array>& primals,
+                                        const std::vector<mx::array>& tangents,
+                                        const std::vector<int>& argnums) {
+  RuleScope scope(stream());
+  if (rules_->jvp.get().is_none()) return KernelPrimitive::jvp(primals, tangents, argnums);
+  std::vector<mx::array> all;
+  for (const mx::array& primal : primals) all.push_back(mx::zeros_like(primal, stream()));
+  for (size_t i = 0; i < argnums.size(); ++i) all[static_cast<size_t>(argnums[i])] = tangents[i];
+  auto held = std::make_shared<const std::vector<ShapeDtype>>(this->outputs());
+  std::vector<mx::array> outputs = Apply(Clone(stream(), std::move(held)), primals);
+  py::object result = rules_->jvp.get()(ToTuple(primals), ToTuple(all), ToOneOrTuple(outputs),
+                                        **Keywords(keywords_));
+  std::vector<mx::array> chosen;
+  auto read = ReadArrays(name(), "jvp", result, outputs.size(), false);
+  for (size_t i = 0; i < read.size(); ++i) {
+    ExpectLike(name(), "jvp", *read[i], outputs[i]);
+    chosen.push_back(*read[i]);
+  }
+  return chosen;
+}
+
+std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
+    const std::vector<mx::array>& inputs, const std::vector<int>& axes) {
+  RuleScope scope(stream());
+  if (rules_->vmap.get().is_none()) return KernelPrimitive::vmap(inputs, axes);
+  py::tuple py_axes(axes.size());
+  for (size_t i = 0; i < axes.size(); ++i) {
+    py_axes[i] = axes[i] < 0 ? py::object(py::none()) : py::object(py::int_(axes[i]));
+  }
+  py::object result = rules_->vmap.get()(ToTuple(inputs), py_axes, **Keywords(keywords_));
+  if (!py::isinstance<py::tuple>(result) || py::len(result) != 2) {
+    throw py::type_error(Where(name()) + "vmap: expected a rule that returns (outputs, axes), got " +
+                         TypeName(result) + ". Return a tuple of two.");
+  }
+  size_t count = outputs().size();
+  std::vector<mx::array> arrays;
+  for (auto& array : ReadArrays(name(), "vmap", result[py::int_(0)], count, false)) {
+    arrays.push_back(*array);
+  }
+  py::object out_axes = result[py::int_(1)];
+  if (!py::isinstance<py::sequence>(out_axes)) out_axes = py::make_tuple(out_axes);
+  std::vector<int> chosen;
+  for (py::handle axis : out_axes) chosen.push_back(axis.is_none() ? -1 : axis.cast<int>());
+  if (chosen.size() != count) {
+    throw py::value_error(Where(name()) + "vmap: expected an axis for each of " + std::to_string(count) +
+                          " outputs, got " + std::to_string(chosen.size()) + ". Use None for one without a batch.");
+  }
+  return {arrays, chosen};
+}
+
+std::vector<mx::Shape> PyPrimitive::output_shapes(const std::vector<mx::array>& inputs) {
+  RuleScope scope(stream());
+  if (rules_->outputs.get().is_none()) return KernelPrimitive::output_shapes(inputs);
+  py::object result = rules_->outputs.get()(*ToTuple(inputs), **Keywords(keywords_));
+  std::vector<mx::Shape> shapes;
+  for (ShapeDtype& spec : ReadOutputs(name(), result)) shapes.push_back(std::move(spec.shape));
+  return shapes;
+}
+
+bool PyPrimitive::is_equivalent(const mx::Primitive& other) const {
+  const auto* peer = dynamic_cast<const PyPrimitive*>(&other);
+  if (peer == nullptr || !KernelPrimitive::is_equivalent(other)) return false;
+  const Rules& a = *rules_;
+  const Rules& b = *peer->rules_;
+  return &a == &b || (a.outputs.get().is(b.outputs.get()) && a.vjp.get().is(b.vjp.get()) &&
+                      a.jvp.get().is(b.jvp.get()) && a.vmap.get().is(b.vmap.get()));
+}
+
+std::shared_ptr<KernelPrimitive> PyPrimitive::Clone(
+    mx::Stream stream, std::shared_ptr<const std::vector<ShapeDtype>> outputs) const {
+  return std::make_shared<PyPrimitive>(stream, kernel(), attributes(), std::move(outputs), rules_,
+                                       keywords_);
+}
+
+}  // namespace mlx_tvm_ffi
