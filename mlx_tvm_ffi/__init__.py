@@ -10,3 +10,25 @@ from mlx_tvm_ffi import _versions
 if not (sys.argv[0] == "-m" and "mlx_tvm_ffi" in sys.orig_argv):
     _versions.check_mlx()
     _versions.check_tvm_ffi()
+
+    from mlx_tvm_ffi import _exchange
+    from mlx_tvm_ffi._op import ShapeDtype, op
+    from mlx_tvm_ffi._stream import (
+        StreamInterface,
+        StreamScope,
+        current_stream,
+        set_default_stream,
+        stream,
+    )
+
+    __all__ = [
+        "ShapeDtype",
+        "StreamInterface",
+        "StreamScope",
+        "current_stream",
+        "op",
+        "set_default_stream",
+        "stream",
+    ]
+
+    _exchange.warn_if_unused()

@@ -17,8 +17,6 @@
 #include <utility>
 #include <vector>
 
-#define MLX_TVM_FFI_API __attribute__((visibility("default")))
-
 namespace mlx_tvm_ffi {
 
 namespace mx = mlx::core;

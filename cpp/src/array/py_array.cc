@@ -13,7 +13,7 @@ namespace {
 
 /*! \brief The head of a nanobind instance. */
 struct Instance {
-  PyObject_HEAD;
+  PyObject_HEAD
   int32_t offset;  // bytes from this object to the C++ value, or to a pointer to it
   uint8_t flags;
 };

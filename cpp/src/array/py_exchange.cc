@@ -2,6 +2,8 @@
 
 #include <dlpack/dlpack.h>
 #include <pybind11/pybind11.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
 
 #include "array/py_array.h"
 #include "array/tensor.h"
@@ -34,16 +36,13 @@ int FromPyObject(void* object, DLManagedTensorVersioned** out) {
     }
     mx::Device device = CurrentDevice();
     Backend& backend = GetBackend(device);
-    if (backend.Ready(*array)) {
-      *out = Lend(*array, device, backend);
-    } else {
-      mx::array held = *array;  // `object` may go while Python runs on
-      {
-        pybind11::gil_scoped_release release;
-        backend.Prepare(held);
-      }
-      *out = Lend(held, device, backend);
+    if (!backend.Ready(*array)) {
+      mx::array held = *array;  // `object` may be given another value while Python runs on
+      pybind11::gil_scoped_release release;
+      backend.Prepare(held);
     }
+    *out = Lend(*array, device, backend);
+    backend.Start(*array);
     return 0;
   } catch (...) {
     SetPythonError();
@@ -87,6 +86,13 @@ void InstallExchange() {
   static DLPackExchangeAPI api = MakeApi();
   pybind11::capsule capsule(&api, "dlpack_exchange_api");
   pybind11::handle(reinterpret_cast<PyObject*>(ArrayType())).attr("__dlpack_c_exchange_api__") = capsule;
+  // Lets the import find out whether tvm-ffi uses it on this thread.
+  tvm::ffi::Function::SetGlobal(
+      "mlx_tvm_ffi.is_lent",
+      tvm::ffi::Function::FromTyped([](tvm::ffi::TensorView tensor) {
+        return IsLent(tensor.shape().data());
+      }),
+      true);
 }
 
 }  // namespace mlx_tvm_ffi

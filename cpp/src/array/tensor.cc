@@ -1,5 +1,6 @@
 #include "array/tensor.h"
 
+#include <tvm/ffi/dtype.h>
 #include <tvm/ffi/error.h>
 
 #include <algorithm>
@@ -321,6 +322,8 @@ mx::array TakeBack(DLManagedTensorVersioned* managed) {
   return CopyFromCpu(tensor);
 }
 
+bool IsLent(const int64_t* shape) { return Pool::Get().Find(shape) != nullptr; }
+
 int AllocateTensor(DLTensor* prototype, DLManagedTensorVersioned** out, void* error_context,
                    void (*set_error)(void*, const char*, const char*)) {
   try {
@@ -333,9 +336,11 @@ int AllocateTensor(DLTensor* prototype, DLManagedTensorVersioned** out, void* er
     }
     Backend& backend = GetBackend(device);
     mx::array array(std::move(shape), dtype, nullptr, {});
-    mx::Stream stream = CurrentMlxStream();
-    backend.Allocate(array, stream.device == device ? stream : mx::default_stream(device));
+    mx::Stream current = CurrentMlxStream();
+    mx::Stream stream = current.device == device ? current : mx::default_stream(device);
+    backend.Allocate(array, stream);
     *out = Lend(array, device, backend);
+    backend.Start(array);
     return 0;
   } catch (const tvm::ffi::Error& error) {
     set_error(error_context, error.kind().c_str(), error.message().c_str());

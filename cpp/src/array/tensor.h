@@ -17,7 +17,7 @@
 namespace mlx_tvm_ffi {
 
 /*! \brief The DLPack dtype of an MLX dtype. */
-DLDataType ToDLPack(mx::Dtype dtype);
+MLX_TVM_FFI_API DLDataType ToDLPack(mx::Dtype dtype);
 
 /*! \throws tvm::ffi::Error NotImplementedError for a dtype that MLX does not have. */
 mx::Dtype FromDLPack(DLDataType dtype);
@@ -45,6 +45,9 @@ DLManagedTensorVersioned* LendMemory(const DLTensor& tensor, std::shared_ptr<voi
  * \throws tvm::ffi::Error NotImplementedError for what MLX cannot hold.
  */
 MLX_TVM_FFI_API mx::array TakeBack(DLManagedTensorVersioned* managed);
+
+/*! \brief Whether `shape` is that of a tensor made by Lend: whether an argument came through the exchange API. */
+MLX_TVM_FFI_API bool IsLent(const int64_t* shape);
 
 /*! \brief tvm-ffi's environment allocator: gives MLX memory. See DLPackManagedTensorAllocator for its contract. */
 MLX_TVM_FFI_API int AllocateTensor(DLTensor* prototype, DLManagedTensorVersioned** out,

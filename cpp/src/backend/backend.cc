@@ -5,6 +5,9 @@
 
 #include <array>
 #include <atomic>
+#include <mutex>
+
+#include "backend/cpu.h"
 
 namespace mlx_tvm_ffi {
 
@@ -15,8 +18,17 @@ std::array<std::atomic<Backend*>, 2>& Backends() {
   return backends;
 }
 
+// The line by which a backend joins. Each offers MLX's interface as default of its device.
+void RegisterAll() { RegisterCpuBackend(); }
+
 std::atomic<Backend*>& Slot(mx::Device::DeviceType type) {
   return Backends()[type == mx::Device::gpu ? 1 : 0];
+}
+
+Backend* Find(mx::Device::DeviceType type) {
+  static std::once_flag once;
+  std::call_once(once, RegisterAll);
+  return Slot(type).load(std::memory_order_acquire);
 }
 
 }  // namespace
@@ -26,7 +38,7 @@ mx::Stream MlxStream::Resolve() const {
 }
 
 Backend& GetBackend(const mx::Device& device) {
-  Backend* backend = Slot(device.type).load(std::memory_order_acquire);
+  Backend* backend = Find(device.type);
   if (backend == nullptr) {
     TVM_FFI_THROW(RuntimeError)
         << "[mlx_tvm_ffi.backend] device: expected one that this installation supports, got "
@@ -38,10 +50,12 @@ Backend& GetBackend(const mx::Device& device) {
 
 void RegisterBackend(mx::Device::DeviceType type, Backend* backend) {
   Slot(type).store(backend, std::memory_order_release);
+  mx::Device device(type);
+  OfferDefaultStream(backend->ToDLDevice(device), backend->MakeInterface(device, std::nullopt));
 }
 
 bool HasBackend(mx::Device::DeviceType type) {
-  return Slot(type).load(std::memory_order_acquire) != nullptr;
+  return Find(type) != nullptr;
 }
 
 std::optional<mx::Stream> ToMlxStream(const StreamRef& stream) {

@@ -20,7 +20,7 @@ namespace mlx_tvm_ffi {
 namespace mx = mlx::core;
 
 /*! \brief A kernel with its arguments bound: what an op gives to a backend to run. */
-class Launch {
+class MLX_TVM_FFI_API Launch {
  public:
   virtual ~Launch() = default;
   /*!
@@ -40,7 +40,7 @@ class Launch {
 };
 
 /*! \brief The stream interface of an MLX stream: the base of each backend's own. */
-class MlxStream : public StreamInterface {
+class MLX_TVM_FFI_API MlxStream : public StreamInterface {
  public:
   /*! \param stream The MLX stream, or nothing: the calling thread's current one, asked for at each use. */
   explicit MlxStream(mx::Device device, std::optional<mx::Stream> stream)
@@ -54,7 +54,8 @@ class MlxStream : public StreamInterface {
   std::optional<mx::Stream> stream_;
 };
 
-class Backend {
+/*! \brief What a device has to offer. */
+class MLX_TVM_FFI_API Backend {
  public:
   virtual ~Backend() = default;
 
@@ -96,8 +97,8 @@ class Backend {
   virtual void Prepare(mx::array& array) = 0;
 
   /*!
-   * \brief `array`, ready now, is handed to a call that is about to start; Finish is its end. Scratch of a direct
-   * call (KeepScratch) may become a result: it is treated like an array handed over.
+   * \brief `array`, ready now, is handed to a call that is about to start, or was allocated by a kernel during one (and
+   * may become its result). Finish is its end.
    */
   virtual void Start(mx::array& array) = 0;
 
@@ -109,19 +110,19 @@ class Backend {
 };
 
 /*! \brief The backend of a device. \throws tvm::ffi::Error RuntimeError where this build or machine has none. */
-Backend& GetBackend(const mx::Device& device);
+MLX_TVM_FFI_API Backend& GetBackend(const mx::Device& device);
 
 /*! \brief Adds a backend for a type of device: the one line by which a backend joins. Leaked on purpose. */
-void RegisterBackend(mx::Device::DeviceType type, Backend* backend);
+MLX_TVM_FFI_API void RegisterBackend(mx::Device::DeviceType type, Backend* backend);
 
 /*! \brief True where a backend is registered. */
-bool HasBackend(mx::Device::DeviceType type);
+MLX_TVM_FFI_API bool HasBackend(mx::Device::DeviceType type);
 
 /*! \brief The MLX stream that work goes to now: this thread's innermost scope if it is MLX's, else MLX's default. */
-mx::Stream CurrentMlxStream();
+MLX_TVM_FFI_API mx::Stream CurrentMlxStream();
 
 /*! \brief The MLX stream behind an interface of ours; nothing for somebody else's. */
-std::optional<mx::Stream> ToMlxStream(const StreamRef& stream);
+MLX_TVM_FFI_API std::optional<mx::Stream> ToMlxStream(const StreamRef& stream);
 
 }  // namespace mlx_tvm_ffi
 

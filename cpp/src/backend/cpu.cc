@@ -77,6 +77,8 @@ class CpuBackend final : public Backend {
     }
   }
 
+  void Start(mx::array&) override {}
+
   void* EnvStream(const mx::Device&) override { return nullptr; }
 
   void Finish(mx::array&) noexcept override {}

@@ -275,7 +275,7 @@ void KernelLaunch::TakeReturned(const ffi::Any& result) const {
       TVM_FFI_THROW(TypeError) << "expected a kernel that returns a tensor for output " << i << ", got "
                                << value.GetTypeKey() << ". Name \"rets\" in arg_spec if it fills its outputs.";
     }
-    CopyReturned(*(*tensor).operator->(), i);
+    CopyReturned(*tensor->GetDLTensorPtr(), i);
   };
   if (auto array = result.as<ffi::Array<ffi::Any>>()) {
     if (array->size() != outputs) {

@@ -2,6 +2,7 @@
 
 #include <pybind11/pybind11.h>
 #include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/dtype.h>
 #include <tvm/ffi/string.h>
 

@@ -1,5 +1,4 @@
 // The extension module: bindings, no logic.
-#include <mlx/version.h>
 #include <pybind11/pybind11.h>
 
 #include "array/py_array.h"

@@ -32,7 +32,7 @@ struct OpState {
 };
 
 struct OpObject {
-  PyObject_HEAD;
+  PyObject_HEAD
   vectorcallfunc vectorcall;
   PyObject* weak_references;
   OpState state;
