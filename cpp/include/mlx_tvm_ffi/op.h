@@ -91,10 +91,16 @@ class MLX_TVM_FFI_API Kernel {
   bool attributes_follow_ = false;  // default spec: attributes of any name, after the tensors
 };
 
+/*! \brief A kernel with its attributes: all that a run needs besides tensors and a stream. Immutable; any thread. */
+struct KernelCall {
+  std::shared_ptr<const Kernel> kernel;
+  Attributes attributes;
+};
+
 /*! \brief A call of a kernel as a node of MLX's graph. Derive from it to add gradients or a rule for vmap. */
 class MLX_TVM_FFI_API KernelPrimitive : public mx::Primitive {
  public:
-  KernelPrimitive(mx::Stream stream, std::shared_ptr<const Kernel> kernel, Attributes attributes,
+  KernelPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> call,
                   std::shared_ptr<const std::vector<ShapeDtype>> outputs);
   ~KernelPrimitive() override;
 
@@ -107,23 +113,22 @@ class MLX_TVM_FFI_API KernelPrimitive : public mx::Primitive {
                              const std::vector<mx::array>& cotangents,
                              const std::vector<int>& argnums,
                              const std::vector<mx::array>& outputs) override;
+  /*! \brief By the kernel's option; the batch is the first axis of every output. */
   std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>& inputs,
                                                            const std::vector<int>& axes) override;
-  const char* name() const override { return kernel_->options().name.c_str(); }
+  const char* name() const override { return call_->kernel->options().name.c_str(); }
   bool is_equivalent(const mx::Primitive& other) const override;
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override;
 
-  /*! \brief The same call on another stream or with other outputs; a derived class returns its own type. */
+  /*! \brief The same call with other outputs; a derived class returns its own type. */
   virtual std::shared_ptr<KernelPrimitive> Clone(
-      mx::Stream stream, std::shared_ptr<const std::vector<ShapeDtype>> outputs) const;
+      std::shared_ptr<const std::vector<ShapeDtype>> outputs) const;
 
-  const std::shared_ptr<const Kernel>& kernel() const { return kernel_; }
-  const Attributes& attributes() const { return attributes_; }
-  const std::vector<ShapeDtype>& outputs() const { return *outputs_; }
+  const std::shared_ptr<const KernelCall>& call() const { return call_; }
+  const std::shared_ptr<const std::vector<ShapeDtype>>& outputs() const { return outputs_; }
 
  private:
-  std::shared_ptr<const Kernel> kernel_;
-  Attributes attributes_;
+  std::shared_ptr<const KernelCall> call_;
   std::shared_ptr<const std::vector<ShapeDtype>> outputs_;
 };
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "array/tensor.h"
+#include "backend/reap.h"
 
 namespace mlx_tvm_ffi {
 
@@ -110,7 +111,7 @@ class KernelLaunch::Scratch final : public AllocationHook {
 
   DLManagedTensorVersioned* Allocate(mx::Shape shape, mx::Dtype dtype) override {
     mx::array array(std::move(shape), dtype, nullptr, {});
-    if (launch_->primitive_->kernel()->returns_outputs()) {
+    if (launch_->call_->kernel->returns_outputs()) {
       for (size_t i = launch_->inputs_; i < claimed_.size(); ++i) {
         const Bound& output = launch_->tensors_[i];
         if (claimed_[i] || !Fits(output.tensor, array)) continue;
@@ -140,10 +141,10 @@ class KernelLaunch::Scratch final : public AllocationHook {
   std::vector<bool> claimed_;
 };
 
-KernelLaunch::KernelLaunch(std::shared_ptr<const KernelPrimitive> primitive, Backend& backend,
+KernelLaunch::KernelLaunch(std::shared_ptr<const KernelCall> call, Backend& backend,
                            const mx::Stream& stream, const std::vector<mx::array>& inputs,
                            const std::vector<mx::array>& outputs)
-    : primitive_(std::move(primitive)), backend_(backend), stream_(stream), inputs_(inputs.size()) {
+    : call_(std::move(call)), backend_(backend), stream_(stream), inputs_(inputs.size()) {
   size_t dims = 0;
   for (const mx::array& array : inputs) dims += 2 * array.ndim();
   for (const mx::array& array : outputs) dims += 2 * array.ndim();
@@ -154,7 +155,10 @@ KernelLaunch::KernelLaunch(std::shared_ptr<const KernelPrimitive> primitive, Bac
   for (const mx::array& array : outputs) Bind(array, stream.device, &next);
 }
 
-KernelLaunch::~KernelLaunch() = default;
+KernelLaunch::~KernelLaunch() {
+  // The last owner of a Python kernel needs Python's lock to let go, for which MLX may make this thread wait for ever.
+  if (call_.use_count() == 1) Reap({KeepAlive()});
+}
 
 void KernelLaunch::Bind(const mx::array& array, const mx::Device& device, int64_t** dims) {
   Bound& bound = tensors_.emplace_back();
@@ -164,7 +168,7 @@ void KernelLaunch::Bind(const mx::array& array, const mx::Device& device, int64_
 }
 
 std::shared_ptr<void> KernelLaunch::KeepAlive() const {
-  return std::const_pointer_cast<KernelPrimitive>(primitive_);
+  return std::const_pointer_cast<KernelCall>(call_);
 }
 
 void KernelLaunch::Run(const StreamRef& stream) {
@@ -215,11 +219,11 @@ void KernelLaunch::Call() {
   } on_throw{&give_back};
 
   std::vector<ffi::AnyView> arguments;
-  arguments.reserve(count + primitive_->attributes().size() + 1);
+  arguments.reserve(count + call_->attributes.size() + 1);
   auto push_tensor = [&](size_t i) {
     arguments.emplace_back(static_cast<const ffi::TensorObj*>(borrowed.tensors[base + i].get()));
   };
-  const Kernel& kernel = *primitive_->kernel();
+  const Kernel& kernel = *call_->kernel;
   for (const Kernel::Slot& slot : kernel.slots()) {
     switch (slot.kind) {
       case Kernel::Slot::Kind::kArgs:
@@ -240,14 +244,14 @@ void KernelLaunch::Call() {
         break;
       }
       case Kernel::Slot::Kind::kAttribute:
-        for (const auto& [key, value] : primitive_->attributes()) {
+        for (const auto& [key, value] : call_->attributes) {
           if (key == slot.name) arguments.emplace_back(value);
         }
         break;
     }
   }
   if (kernel.options().arg_spec.empty()) {
-    for (const auto& attribute : primitive_->attributes()) arguments.emplace_back(attribute.second);
+    for (const auto& attribute : call_->attributes) arguments.emplace_back(attribute.second);
   }
 
   {

@@ -17,19 +17,17 @@ namespace mlx_tvm_ffi {
 class KernelLaunch final : public Launch {
  public:
   /*!
-   * \param primitive Kept alive with the kernel and its attributes.
    * \param inputs, outputs Have memory. No handle of them is kept: that would block donation.
    */
-  KernelLaunch(std::shared_ptr<const KernelPrimitive> primitive, Backend& backend,
-               const mx::Stream& stream, const std::vector<mx::array>& inputs,
+  KernelLaunch(std::shared_ptr<const KernelCall> call, Backend& backend, const mx::Stream& stream, const std::vector<mx::array>& inputs,
                const std::vector<mx::array>& outputs);
   ~KernelLaunch() override;
 
   void Run(const StreamRef& stream) override;
   std::shared_ptr<void> KeepAlive() const override;
-  bool capture() const override { return primitive_->kernel()->options().capture; }
-  bool aliased() const override { return !primitive_->kernel()->options().aliases.empty(); }
-  const char* name() const override { return primitive_->kernel()->options().name.c_str(); }
+  bool capture() const override { return call_->kernel->options().capture; }
+  bool aliased() const override { return !call_->kernel->options().aliases.empty(); }
+  const char* name() const override { return call_->kernel->options().name.c_str(); }
 
  private:
   /*! \brief A tensor's description, and its memory without a share in it: a share would block donation. */
@@ -44,7 +42,7 @@ class KernelLaunch final : public Launch {
   void TakeReturned(const tvm::ffi::Any& result) const;
   void CopyReturned(const DLTensor& returned, size_t output) const;
 
-  std::shared_ptr<const KernelPrimitive> primitive_;
+  std::shared_ptr<const KernelCall> call_;
   Backend& backend_;
   mx::Stream stream_;
   size_t inputs_;

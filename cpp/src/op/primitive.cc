@@ -93,7 +93,8 @@ class Evaluation {
  public:
   Evaluation(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
              std::vector<mx::array>& outputs)
-      : kernel_(*primitive.kernel()),
+      : call_(primitive.call()),
+        kernel_(*call_->kernel),
         stream_(primitive.stream()),
         backend_(GetBackend(stream_.device)),
         inputs_(inputs),
@@ -120,10 +121,9 @@ class Evaluation {
 
  private:
   void Encode(const std::vector<mx::array>& inputs) {
-    auto primitive = std::static_pointer_cast<const KernelPrimitive>(outputs_[0].primitive_ptr());
-    backend_.Encode(stream_, inputs, outputs_,
-                    std::make_shared<KernelLaunch>(std::move(primitive), backend_, stream_, inputs,
-                                                   outputs_));
+    backend_.Encode(
+        stream_, inputs, outputs_,
+        std::make_shared<KernelLaunch>(call_, backend_, stream_, inputs, outputs_));
   }
 
   // Memory of its own with the input's values, row-contiguous, by MLX's own primitive.
@@ -161,6 +161,7 @@ class Evaluation {
     }
   }
 
+  const std::shared_ptr<const KernelCall>& call_;
   const Kernel& kernel_;
   mx::Stream stream_;
   Backend& backend_;
@@ -173,6 +174,49 @@ class Evaluation {
   TVM_FFI_THROW(NotImplementedError) << Where(options) << transform << ": expected an op with a rule for it, got none. "
                                      << "Pass " << option << "= to mlx_tvm_ffi.op.";
   TVM_FFI_UNREACHABLE();
+}
+
+// One call for each element of the batch, its outputs stacked.
+std::vector<mx::array> MapSequentially(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
+                                       const std::vector<int>& axes, int batch) {
+  const std::vector<ShapeDtype>& specs = *primitive.outputs();
+  std::vector<std::vector<mx::array>> parts(specs.size());
+  for (int b = 0; b < batch; ++b) {
+    std::vector<mx::array> elements;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      elements.push_back(axes[i] < 0 ? inputs[i]
+                                     : mx::take(inputs[i], b, axes[i], primitive.stream()));
+    }
+    std::vector<mx::array> results = Apply(primitive.Clone(primitive.outputs()), elements);
+    for (size_t i = 0; i < results.size(); ++i) parts[i].push_back(results[i]);
+  }
+  std::vector<mx::array> outputs;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    mx::Shape shape = specs[i].shape;
+    shape.insert(shape.begin(), batch);
+    outputs.push_back(batch == 0 ? mx::zeros(shape, specs[i].dtype, primitive.stream())
+                                 : mx::stack(parts[i], 0, primitive.stream()));
+  }
+  return outputs;
+}
+
+// One call with the batch in front of every input and output.
+std::vector<mx::array> MapByBroadcast(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
+                                      const std::vector<int>& axes, int batch) {
+  std::vector<mx::array> batched;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (axes[i] >= 0) {
+      batched.push_back(mx::moveaxis(inputs[i], axes[i], 0, primitive.stream()));
+      continue;
+    }
+    mx::Shape shape = inputs[i].shape();
+    shape.insert(shape.begin(), batch);
+    batched.push_back(mx::broadcast_to(inputs[i], shape, primitive.stream()));
+  }
+  std::vector<ShapeDtype> specs = *primitive.outputs();
+  for (ShapeDtype& spec : specs) spec.shape.insert(spec.shape.begin(), batch);
+  return Apply(primitive.Clone(std::make_shared<const std::vector<ShapeDtype>>(std::move(specs))),
+               batched);
 }
 
 }  // namespace
@@ -300,13 +344,9 @@ void Kernel::CheckCall(size_t inputs, size_t outputs, const Attributes& attribut
   }
 }
 
-KernelPrimitive::KernelPrimitive(mx::Stream stream, std::shared_ptr<const Kernel> kernel,
-                                 Attributes attributes,
+KernelPrimitive::KernelPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> call,
                                  std::shared_ptr<const std::vector<ShapeDtype>> outputs)
-    : mx::Primitive(stream),
-      kernel_(std::move(kernel)),
-      attributes_(std::move(attributes)),
-      outputs_(std::move(outputs)) {}
+    : mx::Primitive(stream), call_(std::move(call)), outputs_(std::move(outputs)) {}
 
 KernelPrimitive::~KernelPrimitive() = default;
 
@@ -323,28 +363,43 @@ void KernelPrimitive::eval_gpu(const std::vector<mx::array>& inputs,
 std::vector<mx::array> KernelPrimitive::jvp(const std::vector<mx::array>&,
                                             const std::vector<mx::array>&,
                                             const std::vector<int>&) {
-  ThrowNoRule(kernel_->options(), "jvp", "jvp");
+  ThrowNoRule(call_->kernel->options(), "jvp", "jvp");
 }
 
 std::vector<mx::array> KernelPrimitive::vjp(const std::vector<mx::array>&,
                                             const std::vector<mx::array>&, const std::vector<int>&,
                                             const std::vector<mx::array>&) {
-  ThrowNoRule(kernel_->options(), "vjp", "vjp");
+  ThrowNoRule(call_->kernel->options(), "vjp", "vjp");
 }
 
 std::pair<std::vector<mx::array>, std::vector<int>> KernelPrimitive::vmap(
-    const std::vector<mx::array>&, const std::vector<int>&) {
-  ThrowNoRule(kernel_->options(), "vmap", "vmap");
+    const std::vector<mx::array>& inputs, const std::vector<int>& axes) {
+  int batch = 0;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (axes[i] >= 0) batch = inputs[i].shape(axes[i]);
+  }
+  std::vector<mx::array> outputs;
+  switch (call_->kernel->options().vmap) {
+    case Vmap::kNone:
+      ThrowNoRule(call_->kernel->options(), "vmap", "vmap");
+    case Vmap::kSequential:
+      outputs = MapSequentially(*this, inputs, axes, batch);
+      break;
+    case Vmap::kBroadcast:
+      outputs = MapByBroadcast(*this, inputs, axes, batch);
+      break;
+  }
+  return {outputs, std::vector<int>(outputs.size(), 0)};
 }
 
 bool KernelPrimitive::is_equivalent(const mx::Primitive& other) const {
   const auto* peer = dynamic_cast<const KernelPrimitive*>(&other);
-  return peer != nullptr && kernel_->options().pure && *kernel_ == *peer->kernel_ &&
-         Same(attributes_, peer->attributes_) && Same(*outputs_, *peer->outputs_);
+  return peer != nullptr && call_->kernel->options().pure && *call_->kernel == *peer->call_->kernel &&
+         Same(call_->attributes, peer->call_->attributes) && Same(*outputs_, *peer->outputs_);
 }
 
 std::vector<mx::Shape> KernelPrimitive::output_shapes(const std::vector<mx::array>&) {
-  TVM_FFI_THROW(ValueError) << Where(kernel_->options())
+  TVM_FFI_THROW(ValueError) << Where(call_->kernel->options())
                             << "outputs: expected a callable for shapes that are not known yet, as under "
                                "mx.compile(shapeless=True), got fixed shapes. Pass "
                                "outputs=lambda *arrays, **attributes: ... to mlx_tvm_ffi.op.";
@@ -352,15 +407,25 @@ std::vector<mx::Shape> KernelPrimitive::output_shapes(const std::vector<mx::arra
 }
 
 std::shared_ptr<KernelPrimitive> KernelPrimitive::Clone(
-    mx::Stream stream, std::shared_ptr<const std::vector<ShapeDtype>> outputs) const {
-  return std::make_shared<KernelPrimitive>(stream, kernel_, attributes_, std::move(outputs));
+    std::shared_ptr<const std::vector<ShapeDtype>> outputs) const {
+  // stream() is not const in MLX.
+  mx::Stream stream = const_cast<KernelPrimitive*>(this)->stream();
+  return std::make_shared<KernelPrimitive>(stream, call_, std::move(outputs));
 }
 
 std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,
                              const std::vector<mx::array>& inputs) {
-  const Kernel& kernel = *primitive->kernel();
-  const std::vector<ShapeDtype>& outputs = primitive->outputs();
-  kernel.CheckCall(inputs.size(), outputs.size(), primitive->attributes());
+  const KernelCall& call = *primitive->call();
+  const std::vector<ShapeDtype>& outputs = *primitive->outputs();
+  call.kernel->CheckCall(inputs.size(), outputs.size(), call.attributes);
+  if (primitive->device() == mx::Device::gpu) {
+    for (const ShapeDtype& output : outputs) {
+      if (output.dtype != mx::float64) continue;
+      TVM_FFI_THROW(ValueError) << Where(call.kernel->options())
+                                << "outputs: expected a dtype that a GPU has, got float64. Use float32, or "
+                                   "stream=mx.cpu.";
+    }
+  }
   if (outputs.size() == 1) {
     return {mx::array(outputs[0].shape, outputs[0].dtype, primitive, inputs)};
   }
@@ -379,7 +444,8 @@ std::vector<mx::array> Call(const std::shared_ptr<const Kernel>& kernel,
   mx::Stream where = std::holds_alternative<std::monostate>(stream) ? CurrentMlxStream()
                                                                     : mx::to_stream(stream);
   return Apply(std::make_shared<KernelPrimitive>(
-                   where, kernel, std::move(attributes),
+                   where,
+                   std::make_shared<const KernelCall>(KernelCall{kernel, std::move(attributes)}),
                    std::make_shared<const std::vector<ShapeDtype>>(std::move(outputs))),
                inputs);
 }

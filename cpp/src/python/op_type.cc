@@ -27,6 +27,7 @@ namespace {
 /*! \brief What an op is; shared with no other, read by every call. */
 struct OpState {
   std::shared_ptr<const Kernel> kernel;
+  std::shared_ptr<const KernelCall> plain;                 // the call without attributes
   std::shared_ptr<const std::vector<ShapeDtype>> outputs;  // null: the rules' callable says
   std::shared_ptr<const Rules> rules;                      // null: neither callable outputs nor transforms
 };
@@ -116,14 +117,16 @@ PyObject* CallOp(PyObject* self, PyObject* const* args, size_t nargsf, PyObject*
     mx::Stream stream = std::holds_alternative<std::monostate>(call.stream)
                             ? CurrentMlxStream()
                             : mx::to_stream(call.stream);
+    auto bound = call.attributes.empty() ? state.plain
+                                         : std::make_shared<const KernelCall>(KernelCall{
+                                               state.kernel, std::move(call.attributes)});
     std::shared_ptr<KernelPrimitive> primitive;
     if (state.rules == nullptr) {
-      primitive = std::make_shared<KernelPrimitive>(stream, state.kernel, std::move(call.attributes),
-                                                    std::move(outputs));
+      primitive = std::make_shared<KernelPrimitive>(stream, std::move(bound), std::move(outputs));
     } else {
       auto keywords = call.keywords ? std::make_shared<const HeldObject>(std::move(call.keywords)) : nullptr;
-      primitive = std::make_shared<PyPrimitive>(stream, state.kernel, std::move(call.attributes),
-                                                std::move(outputs), state.rules, std::move(keywords));
+      primitive = std::make_shared<PyPrimitive>(stream, std::move(bound), std::move(outputs),
+                                                state.rules, std::move(keywords));
     }
     return ToResult(Apply(primitive, std::move(call.inputs)));
   } catch (...) {
@@ -191,6 +194,7 @@ py::object MakeOp(uintptr_t function, const std::string& name, std::vector<std::
   OpState state;
   state.kernel = std::make_shared<const Kernel>(
       tvm::ffi::AnyView::CopyFromTVMFFIAny(view).cast<tvm::ffi::Function>(), std::move(options));
+  state.plain = std::make_shared<const KernelCall>(KernelCall{state.kernel, {}});
   bool fixed = PyCallable_Check(outputs.ptr()) == 0;
   if (fixed) {
     state.outputs = std::make_shared<const std::vector<ShapeDtype>>(ReadOutputs(name, outputs));

@@ -134,11 +134,20 @@ void ExpectLike(const std::string& op, const char* rule, const mx::array& got, c
                         text(got.shape()) + ". Correct the rule.");
 }
 
+// From here on a thread that asks for Python's lock never runs again.
+bool IsFinalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
 }  // namespace
 
 HeldObject::~HeldObject() {
   // After finalisation there is no interpreter to give the reference back to.
-  if (object_ == nullptr || Py_IsInitialized() == 0) return;
+  if (object_ == nullptr || Py_IsInitialized() == 0 || IsFinalizing()) return;
   PyGILState_STATE state = PyGILState_Ensure();
   Py_DECREF(object_);
   PyGILState_Release(state);
@@ -166,12 +175,11 @@ std::vector<ShapeDtype> ReadOutputs(const std::string& op, py::handle outputs) {
   return specs;
 }
 
-PyPrimitive::PyPrimitive(mx::Stream stream, std::shared_ptr<const Kernel> kernel,
-                         Attributes attributes,
+PyPrimitive::PyPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> call,
                          std::shared_ptr<const std::vector<ShapeDtype>> outputs,
                          std::shared_ptr<const Rules> rules,
                          std::shared_ptr<const HeldObject> keywords)
-    : KernelPrimitive(stream, std::move(kernel), std::move(attributes), std::move(outputs)),
+    : KernelPrimitive(stream, std::move(call), std::move(outputs)),
       rules_(std::move(rules)),
       keywords_(std::move(keywords)) {}
 
@@ -204,8 +212,7 @@ std::vector<mx::array> PyPrimitive::jvp(const std::vector<mx::array>& primals,
   std::vector<mx::array> all;
   for (const mx::array& primal : primals) all.push_back(mx::zeros_like(primal, stream()));
   for (size_t i = 0; i < argnums.size(); ++i) all[static_cast<size_t>(argnums[i])] = tangents[i];
-  auto held = std::make_shared<const std::vector<ShapeDtype>>(this->outputs());
-  std::vector<mx::array> outputs = Apply(Clone(stream(), std::move(held)), primals);
+  std::vector<mx::array> outputs = Apply(Clone(this->outputs()), primals);
   py::object result = rules_->jvp.get()(ToTuple(primals), ToTuple(all), ToOneOrTuple(outputs),
                                         **Keywords(keywords_));
   std::vector<mx::array> chosen;
@@ -230,7 +237,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
     throw py::type_error(Where(name()) + "vmap: expected a rule that returns (outputs, axes), got " +
                          TypeName(result) + ". Return a tuple of two.");
   }
-  size_t count = outputs().size();
+  size_t count = outputs()->size();
   std::vector<mx::array> arrays;
   for (auto& array : ReadArrays(name(), "vmap", result[py::int_(0)], count, false)) {
     arrays.push_back(*array);
@@ -265,9 +272,9 @@ bool PyPrimitive::is_equivalent(const mx::Primitive& other) const {
 }
 
 std::shared_ptr<KernelPrimitive> PyPrimitive::Clone(
-    mx::Stream stream, std::shared_ptr<const std::vector<ShapeDtype>> outputs) const {
-  return std::make_shared<PyPrimitive>(stream, kernel(), attributes(), std::move(outputs), rules_,
-                                       keywords_);
+    std::shared_ptr<const std::vector<ShapeDtype>> outputs) const {
+  mx::Stream stream = const_cast<PyPrimitive*>(this)->stream();  // not const in MLX
+  return std::make_shared<PyPrimitive>(stream, call(), std::move(outputs), rules_, keywords_);
 }
 
 }  // namespace mlx_tvm_ffi

@@ -47,7 +47,7 @@ std::vector<ShapeDtype> ReadOutputs(const std::string& op, pybind11::handle outp
 /*! \brief A call of an op made in Python. */
 class PyPrimitive final : public KernelPrimitive {
  public:
-  PyPrimitive(mx::Stream stream, std::shared_ptr<const Kernel> kernel, Attributes attributes,
+  PyPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> call,
               std::shared_ptr<const std::vector<ShapeDtype>> outputs,
               std::shared_ptr<const Rules> rules, std::shared_ptr<const HeldObject> keywords);
 
@@ -63,7 +63,7 @@ class PyPrimitive final : public KernelPrimitive {
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override;
   bool is_equivalent(const mx::Primitive& other) const override;
   std::shared_ptr<KernelPrimitive> Clone(
-      mx::Stream stream, std::shared_ptr<const std::vector<ShapeDtype>> outputs) const override;
+      std::shared_ptr<const std::vector<ShapeDtype>> outputs) const override;
 
  private:
   std::shared_ptr<const Rules> rules_;
