@@ -51,6 +51,14 @@ void SetEnvironment(int type, int id, int64_t stream) {
   TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvSetStream(type, id, reinterpret_cast<void*>(stream), nullptr));
 }
 
+#ifdef HAS_ADDED
+// A member that only a later version has.
+void Added(int type, int id) {
+  StreamRef stream = mlx_tvm_ffi::CurrentStream(Device(type, id));
+  mlx_tvm_ffi::detail::Call(stream.get()->table, &mtf_stream_table::added, "Added", stream.get());
+}
+#endif
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(current, Current)
@@ -61,3 +69,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(keep, Keep)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode_on_queue, EncodeOnQueue)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(environment, Environment)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_environment, SetEnvironment)
+#ifdef HAS_ADDED
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(added, Added)
+#endif

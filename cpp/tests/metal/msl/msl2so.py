@@ -144,7 +144,9 @@ def convert(source: str) -> str:
     if not names:
         raise SystemExit("error: no kernel in the source")
     # Threadgroup arrays are one per group that runs; elsewhere the qualifier means nothing.
-    source = re.sub(r"\bthreadgroup\s+((?:\w|<|>|::)+\s+\w+\s*\[)", r"static thread_local \1", source)
+    source = re.sub(
+        r"\bthreadgroup\s+((?:\w|<|>|::)+\s+\w+\s*\[)", r"static thread_local \1", source
+    )
     source = re.sub(r"\bthreadgroup\b(?!_)", "", source)
     source = re.sub(r"\[\[.*?\]\]", "", source, flags=re.S)
     list_of_names = ", ".join(f'"{name}"' for name in names)
