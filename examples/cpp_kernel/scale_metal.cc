@@ -1,5 +1,6 @@
-// On Metal the encoder is the framework's open compute encoder: dispatch, and leave ending and committing to it.
-// A tensor's data is its MTLBuffer; where in it the tensor starts is in byte_offset.
+// On Metal the encoder is the framework's open compute encoder: dispatch, and leave ending and
+// committing to it. A tensor's data is its MTLBuffer; where in it the tensor starts is in
+// byte_offset.
 #define METALCPP_SYMBOL_VISIBILITY_HIDDEN
 #define NS_PRIVATE_IMPLEMENTATION
 #define MTL_PRIVATE_IMPLEMENTATION
@@ -26,9 +27,9 @@ kernel void scale(const device float* in [[buffer(0)]], device float* out [[buff
 )";
 
 [[noreturn]] void Fail(const char* what, NS::Error* error) {
-  TVM_FFI_THROW(RuntimeError)
-      << "[scale] " << what << ": "
-      << (error != nullptr ? error->localizedDescription()->utf8String() : "unknown");
+  TVM_FFI_THROW(RuntimeError) << "[scale] " << what << ": "
+                              << (error != nullptr ? error->localizedDescription()->utf8String()
+                                                   : "unknown");
   throw;  // not reached
 }
 
@@ -44,8 +45,8 @@ MTL::ComputePipelineState* Pipeline(MTL::Device* device) {
   auto source = NS::String::string(kSource, NS::UTF8StringEncoding);
   auto library = NS::TransferPtr(device->newLibrary(source, nullptr, &error));
   if (!library) Fail("library", error);
-  auto function = NS::TransferPtr(
-      library->newFunction(NS::String::string("scale", NS::UTF8StringEncoding)));
+  auto function =
+      NS::TransferPtr(library->newFunction(NS::String::string("scale", NS::UTF8StringEncoding)));
   if (!function) Fail("function", nullptr);
   pipeline = device->newComputePipelineState(function.get(), &error);
   if (pipeline == nullptr) Fail("pipeline", error);
