@@ -7,7 +7,7 @@ import sys
 from mlx_tvm_ffi import _versions
 
 # Not for `python -m mlx_tvm_ffi`: the doctor must run where the rest cannot be loaded.
-if not (sys.argv[0] == "-m" and "mlx_tvm_ffi" in sys.orig_argv):
+if not (sys.argv[:1] == ["-m"] and "mlx_tvm_ffi" in sys.orig_argv):
     _versions.check_mlx()
     _versions.check_tvm_ffi()
 

@@ -14,8 +14,8 @@ from mlx_tvm_ffi import _core  # noqa: F401  installs the exchange API
 def warn_if_unused() -> None:
     """Warn once, at import, where tvm-ffi passes arrays through ``__dlpack__`` instead.
 
-    tvm-ffi decides it per thread, at the first array that a thread passes: what other threads have decided
-    cannot be seen from here.
+    tvm-ffi decides it per thread, at the first array that a thread passes: what other threads have
+    decided cannot be seen from here.
     """
     is_lent = tvm_ffi.get_global_func("mlx_tvm_ffi.is_lent")
     if is_lent(mx.array(0.0)):
@@ -30,8 +30,9 @@ def warn_if_unused() -> None:
         )
     )
     warnings.warn(
-        f"[mlx_tvm_ffi] direct calls go through __dlpack__, since {reason}: CPU results are right, but calls are "
-        f"slower, results are tvm_ffi.Tensor objects, and there are no direct calls on a GPU. {remedy}",
+        f"[mlx_tvm_ffi] direct calls go through __dlpack__, since {reason}: CPU results are right, "
+        "but calls are slower, results are tvm_ffi.Tensor objects, and there are no direct calls "
+        f"on a GPU. {remedy}",
         RuntimeWarning,
         stacklevel=3,
     )

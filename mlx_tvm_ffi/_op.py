@@ -52,22 +52,38 @@ def _to_function(fn: object, name: str) -> tvm_ffi.Function:
     if isinstance(fn, tvm_ffi.Function):
         return fn
     if callable(fn) and not isinstance(fn, (type, _core.Op)):
-        return tvm_ffi.convert(fn)
-    text = f"fn: expected a tvm_ffi.Function or a Python function, got {type(fn).__name__}. Load the kernel first."
+        function: tvm_ffi.Function = tvm_ffi.convert(fn)
+        return function
+    text = (
+        "fn: expected a tvm_ffi.Function or a Python function, "
+        f"got {type(fn).__name__}. Load the kernel first."
+    )
     raise _fail(TypeError, name, text)
 
 
 def _name_of(fn: object) -> str:
     name = getattr(fn, "__name__", None)
-    return "".join(c if c.isalnum() or c in "_." else "_" for c in name) if isinstance(name, str) else "kernel"
+    if not isinstance(name, str):
+        return "kernel"
+    return "".join(c if c.isalnum() or c in "_." else "_" for c in name)
 
 
-def _to_arg_spec(arg_spec: object, name: str) -> list[str]:
+def _is_sequence_of(kind: type, items: object) -> bool:
+    return (
+        isinstance(items, Sequence)
+        and not isinstance(items, str)
+        and all(isinstance(item, kind) for item in items)
+    )
+
+
+def _to_arg_spec(arg_spec: Sequence[str] | None, name: str) -> list[str]:
     if arg_spec is None:
         return []
-    is_sequence = isinstance(arg_spec, Sequence) and not isinstance(arg_spec, str)
-    if not is_sequence or not all(isinstance(item, str) for item in arg_spec):
-        text = f"arg_spec: expected a sequence of strings, got {arg_spec!r}. Use a list like ['args', 'rets']."
+    if not _is_sequence_of(str, arg_spec):
+        text = (
+            f"arg_spec: expected a sequence of strings, got {arg_spec!r}. "
+            "Use a list like ['args', 'rets']."
+        )
         raise _fail(TypeError, name, text)
     if not arg_spec:
         text = 'arg_spec: expected at least one name, got none. Leave it out for ["args", "rets"].'
@@ -75,23 +91,28 @@ def _to_arg_spec(arg_spec: object, name: str) -> list[str]:
     return list(arg_spec)
 
 
-def _to_flags(contiguous: object, name: str) -> list[bool]:
+def _to_flags(contiguous: bool | Sequence[bool], name: str) -> list[bool]:
     flags = [contiguous] if isinstance(contiguous, bool) else contiguous
-    is_sequence = isinstance(flags, Sequence) and not isinstance(flags, str)
-    if not is_sequence or not all(isinstance(flag, bool) for flag in flags):
-        text = f"contiguous: expected a bool or one for each input, got {contiguous!r}. Use True or False."
+    if not _is_sequence_of(bool, flags):
+        text = (
+            f"contiguous: expected a bool or one for each input, got {contiguous!r}. "
+            "Use True or False."
+        )
         raise _fail(TypeError, name, text)
     return list(flags)
 
 
-def _to_pairs(aliases: object, name: str) -> list[tuple[int, int]]:
+def _to_pairs(aliases: Mapping[int, int] | None, name: str) -> list[tuple[int, int]]:
     if aliases is None:
         return []
-    is_number = lambda n: isinstance(n, int) and not isinstance(n, bool)  # noqa: E731
-    if not isinstance(aliases, Mapping) or not all(map(is_number, [*aliases.keys(), *aliases.values()])):
-        text = f"aliases: expected a dict of output number to input number, got {aliases!r}. Use one like {{0: 0}}."
+    numbers = [*aliases, *aliases.values()] if isinstance(aliases, Mapping) else [None]
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        text = (
+            f"aliases: expected a dict of output number to input number, got {aliases!r}. "
+            "Use one like {0: 0}."
+        )
         raise _fail(TypeError, name, text)
-    if not all(0 <= n < 2**31 for n in [*aliases.keys(), *aliases.values()]):
+    if not all(0 <= n < 2**31 for n in numbers):
         text = f"aliases: expected numbers of outputs and inputs, got {aliases!r}. Count from 0."
         raise _fail(ValueError, name, text)
     return list(aliases.items())
@@ -112,7 +133,10 @@ def _to_rule(rule: object, option: str, name: str) -> Rule | None:
         return call_op
     if rule is None or callable(rule):
         return rule
-    text = f"{option}: expected a callable or an op, got {type(rule).__name__}. See the documentation of {option}."
+    text = (
+        f"{option}: expected a callable or an op, got {type(rule).__name__}. "
+        f"See the documentation of {option}."
+    )
     raise _fail(TypeError, name, text)
 
 
@@ -132,55 +156,62 @@ def op(
 ) -> Op:
     """Make a kernel an op of MLX's graph.
 
-    ``op(fn, outputs=...)`` gives a callable ``(*arrays, stream=None, **attributes)`` that returns lazy arrays: one
-    array for one output, a tuple for several. It may be called on any thread, and takes part in ``mx.eval``,
-    ``mx.compile`` and, with rules, ``mx.grad`` and ``mx.vmap``.
+    ``op(fn, outputs=...)`` gives a callable ``(*arrays, stream=None, **attributes)`` that returns
+    lazy arrays: one array for one output, a tuple for several. It may be called on any thread,
+    and takes part in ``mx.eval``, ``mx.compile`` and, with rules, ``mx.grad`` and ``mx.vmap``.
 
     Parameters
     ----------
     fn
-        The kernel: a ``tvm_ffi.Function``, held strongly, or a Python function. Its tensor parameters may be
-        ``TensorView``, ``DLTensor*`` or ``Tensor``. It runs on the thread that evaluates (CPU: on the stream's own
-        thread) and must not keep a tensor it was handed after it returns.
+        The kernel: a ``tvm_ffi.Function``, held strongly, or a Python function. Its tensor
+        parameters may be ``TensorView``, ``DLTensor*`` or ``Tensor``. It runs on the thread that
+        evaluates (CPU: on the stream's own thread) and must not keep a tensor it was handed after
+        it returns.
     outputs
-        What the kernel writes: something with ``.shape`` (elements) and ``.dtype`` (of ``mlx.core``) such as
-        :class:`ShapeDtype` or an array, a sequence of those, or a callable ``(*arrays, **attributes)`` that returns
-        one or a sequence. ``mx.compile(shapeless=True)`` needs the callable.
+        What the kernel writes: something with ``.shape`` (elements) and ``.dtype`` (of
+        ``mlx.core``) such as :class:`ShapeDtype` or an array, a sequence of those, or a callable
+        ``(*arrays, **attributes)`` that returns one or a sequence. ``mx.compile(shapeless=True)``
+        needs the callable.
     arg_spec
-        The order of the kernel's parameters: ``"args"`` (all inputs), ``"args.0"``, ``"rets"`` (all outputs),
-        ``"rets.0"``, ``"attrs.NAME"``, ``"ctx.stream"`` (the environment stream as a pointer). By default the inputs,
-        the outputs, then the attributes in the order of the call. Without ``"rets"`` the kernel returns its outputs
-        instead of filling them; their shapes and dtypes are checked against `outputs`.
+        The order of the kernel's parameters: ``"args"`` (all inputs), ``"args.0"``, ``"rets"``
+        (all outputs), ``"rets.0"``, ``"attrs.NAME"``, ``"ctx.stream"`` (the environment stream as
+        a pointer). By default the inputs, the outputs, then the attributes in the order of the
+        call. Without ``"rets"`` the kernel returns its outputs instead of filling them; their
+        shapes and dtypes are checked against `outputs`.
     name
-        Name in messages and in the graph, without spaces. By default the function's own, else ``"kernel"``.
+        Name in messages and in the graph, without spaces. By default the function's own, else
+        ``"kernel"``.
     contiguous
-        Whether the kernel needs its inputs row-contiguous, for all or for each. What is not row-contiguous is copied
-        when the op is evaluated; False hands strides (elements) through.
+        Whether the kernel needs its inputs row-contiguous, for all or for each. What is not
+        row-contiguous is copied when the op is evaluated; False hands strides (elements) through.
     aliases
-        ``{output: input}``: the output is written into the input's memory, where MLX may donate it, else into a copy
-        of it, so that no array that is still in use changes.
+        ``{output: input}``: the output is written into the input's memory, where MLX may donate
+        it, else into a copy of it, so that no array that is still in use changes.
     vjp
-        Gradient rule: a callable ``(primals, cotangents, outputs, **attributes)`` that returns one array for each
-        primal, or None for one without a gradient. `primals` is a tuple; `cotangents` and `outputs` are as the op
-        returns: one array, or a tuple of several. Or another op, called with the primals, the cotangents and the
-        outputs, one after another.
+        Gradient rule: a callable ``(primals, cotangents, outputs, **attributes)`` that returns
+        one array for each primal, or None for one without a gradient. `primals` is a tuple;
+        `cotangents` and `outputs` are as the op returns: one array, or a tuple of several. Or
+        another op, called with the primals, the cotangents and the outputs, one after another.
     jvp
-        Forward rule: a callable ``(primals, tangents, outputs, **attributes)`` that returns one tangent for each
-        output, or another op; `tangents` is a tuple like `primals`.
+        Forward rule: a callable ``(primals, tangents, outputs, **attributes)`` that returns one
+        tangent for each output, or another op; `tangents` is a tuple like `primals`.
     vmap
-        ``"sequential"``: one kernel call for each element of the batch. ``"broadcast"``: one call with the batch as
-        leading dimension of every input and output. Or a callable ``(inputs, axes, **attributes)`` that returns
-        ``(outputs, axes)``, with None as axis of what has no batch.
+        ``"sequential"``: one kernel call for each element of the batch. ``"broadcast"``: one call
+        with the batch as leading dimension of every input and output. Or a callable ``(inputs,
+        axes, **attributes)`` that returns ``(outputs, axes)``, with None as axis of what has no
+        batch.
     pure
-        False for kernels that mutate state or draw random numbers: equal calls are then never merged.
+        False for kernels that mutate state or draw random numbers: equal calls are then never
+        merged.
     capture
-        False for kernels that cannot be captured into a CUDA graph: they synchronise, allocate, or use a stream of
-        their own.
+        False for kernels that cannot be captured into a CUDA graph: they synchronise, allocate,
+        or use a stream of their own.
 
     Raises
     ------
     TypeError, ValueError
-        Where an argument is not what it should be. The call raises them for inputs, attributes and outputs.
+        Where an argument is not what it should be. The call raises them for inputs, attributes
+        and outputs.
     NotImplementedError
         From a transformation without a rule.
 
@@ -194,17 +225,19 @@ def op(
     label = name if isinstance(name, str) else _name_of(fn)
     function = _to_function(fn, label)
     if name is not None and not isinstance(name, str):
-        text = f"name: expected a string, got {type(name).__name__}. Leave it out for the function's own."
+        got = type(name).__name__
+        text = f"name: expected a string, got {got}. Leave it out for the function's own."
         raise _fail(TypeError, label, text)
     for option, flag in (("pure", pure), ("capture", capture)):
         if not isinstance(flag, bool):
-            raise _fail(TypeError, label, f"{option}: expected a bool, got {type(flag).__name__}. Use True or False.")
+            text = f"{option}: expected a bool, got {type(flag).__name__}. Use True or False."
+            raise _fail(TypeError, label, text)
+    rules = 'expected "sequential", "broadcast" or a callable'
     if isinstance(vmap, str) and vmap not in ("sequential", "broadcast"):
-        text = f'vmap: expected "sequential", "broadcast" or a callable, got {vmap!r}. Use one of these.'
-        raise _fail(ValueError, label, text)
+        raise _fail(ValueError, label, f"vmap: {rules}, got {vmap!r}. Use one of these.")
     if not (vmap is None or isinstance(vmap, str) or callable(vmap)):
-        text = f'vmap: expected "sequential", "broadcast" or a callable, got {type(vmap).__name__}. Use one of these.'
-        raise _fail(TypeError, label, text)
+        got = type(vmap).__name__
+        raise _fail(TypeError, label, f"vmap: {rules}, got {got}. Use one of these.")
     return _core.make_op(
         function.__chandle__(),
         name=label,
