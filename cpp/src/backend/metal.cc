@@ -34,6 +34,8 @@ constexpr int kMaxActiveTasks = 10;
 // A scope looks for arrays that nobody else holds any more once it holds this many.
 constexpr std::size_t kMinPruned = 32;
 
+// Around what opens an encoder or a command buffer: Metal autoreleases both, and a direct call may run on a thread that
+// has no pool. Never held while a kernel runs, which may have pools of its own.
 NS::SharedPtr<NS::AutoreleasePool> MakePool() {
   return NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
 }
@@ -181,6 +183,7 @@ void MakeEncoded(mx::array& array, const mx::Stream& stream) {
 // Commits, and gives MLX's event for it to each array.
 void Submit(StreamState& state, CommandEncoder& encoder, std::vector<mx::array>& arrays) {
   if (arrays.empty()) {
+    auto pool = MakePool();
     encoder.end_encoding();
     encoder.commit();
     return;
@@ -221,7 +224,10 @@ void BeginDirect(StreamState& state, CommandEncoder& encoder, bool on_encoder) {
   if (!on_encoder || state.lent.empty() || open == nullptr || open != state.ordered.get()) {
     Order(state, encoder);
   }
-  if (on_encoder) state.ordered = NS::RetainPtr(RawEncoder(encoder));
+  if (on_encoder && OpenEncoder(encoder) == nullptr) {
+    auto pool = MakePool();
+    state.ordered = NS::RetainPtr(RawEncoder(encoder));
+  }
   KeptBy(state, encoder).direct = true;
   for (Lent& lent : state.lent) lent.declared = false;
   Declare(state, encoder, on_encoder);
@@ -248,6 +254,7 @@ void EndDirect(StreamState& state, CommandEncoder& encoder, bool on_encoder) {
     state.prune_at = std::max(kMinPruned, 2 * state.pending.size());
   }
   if (!encoder.needs_commit()) return;
+  auto pool = MakePool();
   encoder.end_encoding();  // from here on as MLX's eval does it
   mx::scheduler::notify_new_task(state.stream);
   encoder.commit([stream = state.stream] { mx::scheduler::notify_task_completion(stream); });
@@ -269,15 +276,17 @@ class MetalStream final : public MlxStream {
       TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.AcquireEncoder] command buffer: expected none acquired, got one. "
                                      "Release it before.";
     }
-    // MLX's eval has a pool of its own.
-    auto pool = state.in_op ? NS::SharedPtr<NS::AutoreleasePool>() : MakePool();
     if (state.encoders == 0) {
       if (!state.in_op) BeginDirect(state, encoder, true);
       CountDispatches(encoder, 1);
     } else if (!state.in_op) {
       Declare(state, encoder, true);
     }
-    void* raw = RawEncoder(encoder);
+    void* raw = OpenEncoder(encoder);
+    if (raw == nullptr) {
+      auto pool = MakePool();
+      raw = RawEncoder(encoder);
+    }
     ++state.encoders;
     return raw;
   }
@@ -288,7 +297,6 @@ class MetalStream final : public MlxStream {
       TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.ReleaseEncoder] encoder: expected an acquired one, got none.";
     }
     if (--state.encoders != 0 || state.in_op) return;
-    auto pool = MakePool();
     EndDirect(state, EncoderOf(state.stream), true);
   }
 
@@ -308,7 +316,6 @@ class MetalStream final : public MlxStream {
                                      "Release it before: a command buffer has one encoder at a time.";
     }
     if (state.command_buffers == 0) {
-      auto pool = MakePool();
       if (state.in_op) {
         Order(state, encoder);
       } else {
@@ -326,7 +333,6 @@ class MetalStream final : public MlxStream {
           << "[mlx_tvm_ffi.ReleaseCommandBuffer] command buffer: expected an acquired one, got none.";
     }
     if (--state.command_buffers != 0) return;
-    auto pool = MakePool();
     CommandEncoder& encoder = EncoderOf(state.stream);
     CountDispatches(encoder, 1);
     if (state.in_op) {
@@ -354,7 +360,6 @@ class MetalStream final : public MlxStream {
     const bool uncommitted =
         left->buffer.get() == encoder.get_command_buffer() && left->kept->direct;
     if (arrays.empty() && !uncommitted) return;
-    auto pool = MakePool();
     Submit(*left, encoder, arrays);
   }
 
@@ -438,13 +443,13 @@ class MetalBackend final : public Backend {
   }
 
   bool Ready(const mx::array& array) const override {
-    const mx::Stream stream = current_.Resolve();
+    const mx::Stream stream = CurrentMlxStream();
     return array.is_available() || IsEncoded(array, stream) ||
            (array.status() == mx::array::Status::evaluated && array.event().stream() == stream);
   }
 
   void Prepare(mx::array& array) override {
-    const mx::Stream stream = current_.Resolve();
+    const mx::Stream stream = CurrentMlxStream();
     StreamState& state = StateOf(stream);
     if (state.in_op || state.encoders != 0 || state.command_buffers != 0) {
       TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.call] array: expected an evaluated one while a kernel encodes, "
@@ -454,18 +459,18 @@ class MetalBackend final : public Backend {
       mx::async_eval({array});
     }
     if (Ready(array)) return;
-    auto pool = MakePool();
     EncoderOf(stream).wait_event(array.event(), array.event().value());  // on the device, not here
   }
 
   void Start(mx::array& array) override {
-    StreamState& state = StateOf(current_.Resolve());
+    StreamState& state = StateOf(CurrentMlxStream());
     if (state.lent.empty()) state.encoders_before = state.encoders;
     state.lent.push_back({array, false});
   }
 
-  void* EnvStream(const mx::Device&) override {
-    return StateOf(current_.Resolve()).interface.get();
+  void* EnvStream(const mx::Device& device) override {
+    void* scoped = TVMFFIEnvGetStream(kDLMetal, device.index);
+    return scoped != nullptr ? scoped : StateOf(CurrentMlxStream()).interface.get();
   }
 
   void Finish(mx::array& array) noexcept override {
@@ -499,7 +504,6 @@ class MetalBackend final : public Backend {
     if (on_encoder || on_command_buffer) EndDirect(state, encoder, on_encoder);
   }
 
-  MetalStream current_{mx::Device::gpu, std::nullopt};
 };
 
 }  // namespace
