@@ -1,7 +1,7 @@
 /*!
  * \file metal.cc
- * \brief The Metal backend. MLX keeps one concurrent encoder open per stream; kernels encode on it, so
- * MLX's hazard tracking is told what they touch, before they run.
+ * \brief The Metal backend. MLX keeps one concurrent encoder open per stream; kernels encode on it,
+ * so MLX's hazard tracking is told what they touch, before they run.
  */
 #include "backend/metal.h"
 
@@ -34,8 +34,9 @@ constexpr int kMaxActiveTasks = 10;
 // A scope looks for arrays that nobody else holds any more once it holds this many.
 constexpr std::size_t kMinPruned = 32;
 
-// Around what opens an encoder or a command buffer: Metal autoreleases both, and a direct call may run on a thread that
-// has no pool. Never held while a kernel runs, which may have pools of its own.
+// Around what opens an encoder or a command buffer: Metal autoreleases both, and a direct call may
+// run on a thread that has no pool. Never held while a kernel runs, which may have pools of its
+// own.
 NS::SharedPtr<NS::AutoreleasePool> MakePool() {
   return NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
 }
@@ -47,7 +48,8 @@ CommandEncoder& EncoderOf(const mx::Stream& stream) {
     TVM_FFI_THROW(RuntimeError)
         << "[mlx_tvm_ffi.AcquireEncoder] stream: expected one of this thread, got gpu stream "
         << stream.index << ": " << error.what()
-        << " Use a stream on the thread that made it, or make it with mlx.core.new_thread_unsafe_stream.";
+        << " Use a stream on the thread that made it, or make it with "
+           "mlx.core.new_thread_unsafe_stream.";
   }
 }
 
@@ -73,8 +75,8 @@ struct StreamState {
   const mx::Stream stream;
   const StreamRef interface;
 
-  // Retained, because addresses repeat: what `kept` belongs to, and the encoder that starts after all
-  // earlier work is done.
+  // Retained, because addresses repeat: what `kept` belongs to, and the encoder that starts after
+  // all earlier work is done.
   NS::SharedPtr<MTL::CommandBuffer> buffer;
   NS::SharedPtr<MTL::ComputeCommandEncoder> ordered;
   std::shared_ptr<Kept> kept;
@@ -145,8 +147,9 @@ void Order(StreamState& state, CommandEncoder& encoder) {
 // ---- Direct calls.
 
 /*!
- * \brief An array whose memory an encoded, uncommitted call writes. It is lazy to MLX, so whoever reads it makes MLX
- * evaluate it, which commits and waits as for any array; there is nothing to compute.
+ * \brief An array whose memory an encoded, uncommitted call writes. It is lazy to MLX, so whoever
+ * reads it makes MLX evaluate it, which commits and waits as for any array; there is nothing to
+ * compute.
  */
 class Encoded final : public mx::Primitive {
  public:
@@ -206,7 +209,8 @@ void Prune(StreamState& state) {
   });
 }
 
-// Keeps what a direct call was handed; says that it is read and written, for which of both is not known.
+// Keeps what a direct call was handed; says that it is read and written, for which of both is not
+// known.
 void Declare(StreamState& state, CommandEncoder& encoder, bool on_encoder) {
   Kept& kept = KeptBy(state, encoder);
   for (Lent& lent : state.lent) {
@@ -273,8 +277,9 @@ class MetalStream final : public MlxStream {
     StreamState& state = StateOf(Resolve());
     CommandEncoder& encoder = EncoderOf(state.stream);
     if (state.command_buffers != 0) {
-      TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.AcquireEncoder] command buffer: expected none acquired, got one. "
-                                     "Release it before.";
+      TVM_FFI_THROW(RuntimeError)
+          << "[mlx_tvm_ffi.AcquireEncoder] command buffer: expected none acquired, got one. "
+             "Release it before.";
     }
     if (state.encoders == 0) {
       if (!state.in_op) BeginDirect(state, encoder, true);
@@ -294,7 +299,8 @@ class MetalStream final : public MlxStream {
   void ReleaseEncoder() override {
     StreamState& state = StateOf(Resolve());
     if (state.encoders == 0) {
-      TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.ReleaseEncoder] encoder: expected an acquired one, got none.";
+      TVM_FFI_THROW(RuntimeError)
+          << "[mlx_tvm_ffi.ReleaseEncoder] encoder: expected an acquired one, got none.";
     }
     if (--state.encoders != 0 || state.in_op) return;
     EndDirect(state, EncoderOf(state.stream), true);
@@ -312,8 +318,9 @@ class MetalStream final : public MlxStream {
     StreamState& state = StateOf(Resolve());
     CommandEncoder& encoder = EncoderOf(state.stream);
     if (state.encoders != 0) {
-      TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.AcquireCommandBuffer] encoder: expected none acquired, got one. "
-                                     "Release it before: a command buffer has one encoder at a time.";
+      TVM_FFI_THROW(RuntimeError)
+          << "[mlx_tvm_ffi.AcquireCommandBuffer] encoder: expected none acquired, got one. "
+             "Release it before: a command buffer has one encoder at a time.";
     }
     if (state.command_buffers == 0) {
       if (state.in_op) {
@@ -329,8 +336,8 @@ class MetalStream final : public MlxStream {
   void ReleaseCommandBuffer() override {
     StreamState& state = StateOf(Resolve());
     if (state.command_buffers == 0) {
-      TVM_FFI_THROW(RuntimeError)
-          << "[mlx_tvm_ffi.ReleaseCommandBuffer] command buffer: expected an acquired one, got none.";
+      TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.ReleaseCommandBuffer] command buffer: expected "
+                                     "an acquired one, got none.";
     }
     if (--state.command_buffers != 0) return;
     CommandEncoder& encoder = EncoderOf(state.stream);
@@ -429,16 +436,18 @@ class MetalBackend final : public Backend {
     KeepObject(state, encoder, launch->KeepAlive());
     for (const mx::array& input : inputs) DeclareInput(encoder, input);
     for (const mx::array& output : outputs) DeclareOutput(encoder, output);
-    encoder.maybeInsertBarrier();  // emits what is due, and shows the declarations to whoever comes next
+    encoder.maybeInsertBarrier();  // emits what is due, and shows the declarations to whoever comes
+                                   // next
     {
       OpScope scope(state, encoder);
       launch->Run(state.interface);
     }
     // MLX would add a handler to a committed buffer, which ends the process.
     if (encoder.get_command_buffer() != state.buffer.get()) {
-      TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.op] " << launch->name()
-                                  << ": expected a kernel that encodes, got one that committed MLX's command buffer. "
-                                     "Evaluate no arrays inside a kernel.";
+      TVM_FFI_THROW(RuntimeError)
+          << "[mlx_tvm_ffi.op] " << launch->name()
+          << ": expected a kernel that encodes, got one that committed MLX's command buffer. "
+             "Evaluate no arrays inside a kernel.";
     }
   }
 
@@ -452,8 +461,9 @@ class MetalBackend final : public Backend {
     const mx::Stream stream = CurrentMlxStream();
     StreamState& state = StateOf(stream);
     if (state.in_op || state.encoders != 0 || state.command_buffers != 0) {
-      TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.call] array: expected an evaluated one while a kernel encodes, "
-                                     "got one that is not. Evaluate it before.";
+      TVM_FFI_THROW(RuntimeError)
+          << "[mlx_tvm_ffi.call] array: expected an evaluated one while a kernel encodes, "
+             "got one that is not. Evaluate it before.";
     }
     if (array.status() == mx::array::Status::unscheduled && !IsEncoded(array, stream)) {
       mx::async_eval({array});
@@ -476,9 +486,8 @@ class MetalBackend final : public Backend {
   void Finish(mx::array& array) noexcept override {
     for (auto& state : ThisThread().streams) {
       auto& lent = state->lent;
-      auto last = std::find_if(lent.rbegin(), lent.rend(), [&](const Lent& other) {
-        return other.array.id() == array.id();
-      });
+      auto last = std::find_if(lent.rbegin(), lent.rend(),
+                               [&](const Lent& other) { return other.array.id() == array.id(); });
       if (last == lent.rend()) continue;
       try {
         CommandEncoder& encoder = EncoderOf(state->stream);
@@ -503,7 +512,6 @@ class MetalBackend final : public Backend {
     state.command_buffers = 0;
     if (on_encoder || on_command_buffer) EndDirect(state, encoder, on_encoder);
   }
-
 };
 
 }  // namespace

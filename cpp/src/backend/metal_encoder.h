@@ -3,8 +3,8 @@
  * \brief The one place that knows MLX's private parts: its Metal encoder's members, behind names.
  *
  * MLX's encoder is shared with kernels that encode on it directly, so its hazard tracking has to be
- * told what they read and write. The public calls that tell it also bind a buffer each; these do not.
- * A member that MLX renames or retypes is a compile error in the list below. Then read MLX's
+ * told what they read and write. The public calls that tell it also bind a buffer each; these do
+ * not. A member that MLX renames or retypes is a compile error in the list below. Then read MLX's
  * device.h and device.cpp again, mend this file, and run the Metal tests before widening the range.
  */
 #ifndef MLX_TVM_FFI_BACKEND_METAL_ENCODER_H_
@@ -33,13 +33,14 @@ struct Reveal {
   friend constexpr typename Name::Type Get(Name) { return kMember; }
 };
 
-#define MLX_TVM_FFI_PRIVATE(Name, Member, ...)    \
-  struct Name {                                   \
-    using Kind = __VA_ARGS__;                     \
-    using Type = Kind CommandEncoder::*;          \
-    friend constexpr Type Get(Name);              \
-  };                                              \
-  template struct Reveal<Name, &CommandEncoder::Member> /* MLX changed? See the top of the file. */
+#define MLX_TVM_FFI_PRIVATE(Name, Member, ...)                                                   \
+  struct Name {                                                                                  \
+    using Kind = __VA_ARGS__;                                                                    \
+    using Type = Kind CommandEncoder::*;                                                         \
+    friend constexpr Type Get(Name);                                                             \
+  };                                                                                             \
+  template struct Reveal<Name, &CommandEncoder::Member> /* MLX changed? See the top of the file. \
+                                                         */
 
 MLX_TVM_FFI_PRIVATE(GetRaw, get_command_encoder, MTL::ComputeCommandEncoder*());
 MLX_TVM_FFI_PRIVATE(Open, encoder_, NS::SharedPtr<MTL::ComputeCommandEncoder>);
@@ -61,7 +62,8 @@ template struct RevealOwners<&array::array_desc_>;  // MLX changed? See the top 
 
 }  // namespace mlx_private
 
-/*! \brief MLX's live encoder, opened if there is none. Borrowed until MLX ends it: ask at each use. */
+/*! \brief MLX's live encoder, opened if there is none. Borrowed until MLX ends it: ask at each use.
+ */
 inline MTL::ComputeCommandEncoder* RawEncoder(mlx::core::metal::CommandEncoder& encoder) {
   return (encoder.*Get(mlx_private::GetRaw{}))();
 }
@@ -76,7 +78,8 @@ inline void CountDispatches(mlx::core::metal::CommandEncoder& encoder, int dispa
   encoder.*Get(mlx_private::BufferOps{}) += dispatches;
 }
 
-/*! \brief Says that the next dispatch reads `array`: MLX's set_input_array without its setBuffer. */
+/*! \brief Says that the next dispatch reads `array`: MLX's set_input_array without its setBuffer.
+ */
 inline void DeclareInput(mlx::core::metal::CommandEncoder& encoder, const mlx::core::array& array) {
   const void* buffer = array.buffer().ptr();
   if (buffer == nullptr) return;  // an empty array
@@ -90,8 +93,10 @@ inline void DeclareInput(mlx::core::metal::CommandEncoder& encoder, const mlx::c
   }
 }
 
-/*! \brief Says that the next dispatch writes `array`: MLX's set_output_array without its setBuffer. */
-inline void DeclareOutput(mlx::core::metal::CommandEncoder& encoder, const mlx::core::array& array) {
+/*! \brief Says that the next dispatch writes `array`: MLX's set_output_array without its setBuffer.
+ */
+inline void DeclareOutput(mlx::core::metal::CommandEncoder& encoder,
+                          const mlx::core::array& array) {
   if (array.buffer().ptr() == nullptr) return;
   DeclareInput(encoder, array);
   encoder.register_output_array(array);

@@ -1,7 +1,7 @@
 /*!
  * \file reap.h
- * \brief Destroys, on a thread of its own, what device work kept alive: a function may take Python's
- * lock when it dies, which a device's completion thread must not.
+ * \brief Destroys, on a thread of its own, what device work kept alive: a function may take
+ * Python's lock when it dies, which a device's completion thread must not.
  */
 #ifndef MLX_TVM_FFI_BACKEND_REAP_H_
 #define MLX_TVM_FFI_BACKEND_REAP_H_
@@ -15,8 +15,8 @@ namespace mlx_tvm_ffi {
 void Reap(std::vector<std::shared_ptr<void>> objects) noexcept;
 
 /*!
- * \brief Waits until all that was taken over is destroyed; what comes later is leaked. For the end of
- * the process, before Python goes. Called without Python's lock.
+ * \brief Waits until all that was taken over is destroyed; what comes later is leaked. For the end
+ * of the process, before Python goes. Called without Python's lock.
  */
 void StopReaping() noexcept;
 
