@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "backend/cpu.h"
+#include "backend/metal.h"
 
 namespace mlx_tvm_ffi {
 
@@ -19,7 +20,12 @@ std::array<std::atomic<Backend*>, 2>& Backends() {
 }
 
 // The line by which a backend joins. Each offers MLX's interface as default of its device.
-void RegisterAll() { RegisterCpuBackend(); }
+void RegisterAll() {
+  RegisterCpuBackend();
+#ifdef _METAL_  // by MLX's own CMake files, where it has Metal
+  RegisterMetalBackend();
+#endif
+}
 
 std::atomic<Backend*>& Slot(mx::Device::DeviceType type) {
   return Backends()[type == mx::Device::gpu ? 1 : 0];
@@ -54,9 +60,7 @@ void RegisterBackend(mx::Device::DeviceType type, Backend* backend) {
   OfferDefaultStream(backend->ToDLDevice(device), backend->MakeInterface(device, std::nullopt));
 }
 
-bool HasBackend(mx::Device::DeviceType type) {
-  return Find(type) != nullptr;
-}
+bool HasBackend(mx::Device::DeviceType type) { return Find(type) != nullptr; }
 
 std::optional<mx::Stream> ToMlxStream(const StreamRef& stream) {
   if (!stream) return std::nullopt;
