@@ -6,19 +6,21 @@
 #ifndef MLX_TVM_FFI_BACKEND_REAP_H_
 #define MLX_TVM_FFI_BACKEND_REAP_H_
 
+#include <mlx_tvm_ffi/stream.h>
+
 #include <memory>
 #include <vector>
 
 namespace mlx_tvm_ffi {
 
 /*! \brief Takes `objects` over and destroys them soon. Any thread. */
-void Reap(std::vector<std::shared_ptr<void>> objects) noexcept;
+MLX_TVM_FFI_API void Reap(std::vector<std::shared_ptr<void>> objects) noexcept;
 
 /*!
  * \brief Waits until all that was taken over is destroyed; what comes later is leaked. For the end
  * of the process, before Python goes. Called without Python's lock.
  */
-void StopReaping() noexcept;
+MLX_TVM_FFI_API void StopReaping() noexcept;
 
 }  // namespace mlx_tvm_ffi
 

@@ -15,6 +15,7 @@
 #include "array/py_array.h"
 #include "array/py_error.h"
 #include "backend/backend.h"
+#include "backend/reap.h"
 #include "python/attributes.h"
 #include "python/rules.h"
 
@@ -180,6 +181,33 @@ PyTypeObject* MakeOpType() {
 
 PyTypeObject* op_type = nullptr;
 
+// Whether a Python kernel may still run when the process ends.
+bool python_kernels_made = false;
+
+// Functions made of Python callables share one entry point, whoever made them.
+bool IsPythonKernel(TVMFFIObject* function) {
+  static const TVMFFISafeCallType kEntry = [] {
+    py::object probe = py::module_::import("tvm_ffi").attr("convert")(py::module_::import("builtins").attr("print"));
+    return TVMFFIFunctionGetCellPtr(reinterpret_cast<void*>(probe.attr("__chandle__")().cast<uintptr_t>()))->safe_call;
+  }();
+  return TVMFFIFunctionGetCellPtr(function)->safe_call == kEntry;
+}
+
+// Before Python goes: Python kernels that MLX has scheduled run to their end, and the reaper stops.
+void Finish() {
+  py::gil_scoped_release release;
+  if (python_kernels_made) {
+    for (const mx::Stream& stream : mx::get_streams()) {
+      if (stream.device != mx::Device::cpu) continue;
+      try {
+        mx::synchronize(stream);
+      } catch (const std::exception&) {  // nobody is left to hear of it
+      }
+    }
+  }
+  StopReaping();
+}
+
 py::object MakeOp(uintptr_t function, const std::string& name, std::vector<std::string> arg_spec,
                   std::vector<bool> contiguous, std::vector<std::pair<int, int>> aliases, bool pure,
                   bool capture, const std::string& batching, py::object outputs, py::object vjp,
@@ -200,10 +228,12 @@ py::object MakeOp(uintptr_t function, const std::string& name, std::vector<std::
     state.outputs = std::make_shared<const std::vector<ShapeDtype>>(ReadOutputs(name, outputs));
     outputs = py::none();
   }
-  if (!fixed || !vjp.is_none() || !jvp.is_none() || !vmap.is_none()) {
+  bool python_kernel = IsPythonKernel(view.v_obj);
+  python_kernels_made |= python_kernel;
+  if (python_kernel || !fixed || !vjp.is_none() || !jvp.is_none() || !vmap.is_none()) {
     state.rules = std::shared_ptr<const Rules>(
         new Rules{HeldObject(std::move(outputs)), HeldObject(std::move(vjp)),
-                  HeldObject(std::move(jvp)), HeldObject(std::move(vmap))});
+                  HeldObject(std::move(jvp)), HeldObject(std::move(vmap)), python_kernel});
   }
   PyObject* object = op_type->tp_alloc(op_type, 0);
   if (object == nullptr) throw py::error_already_set();
@@ -223,6 +253,7 @@ void BindOp(py::module_& module) {
              py::arg("arg_spec"), py::arg("contiguous"), py::arg("aliases"), py::arg("pure"),
              py::arg("capture"), py::arg("batching"), py::arg("outputs"), py::arg("vjp"),
              py::arg("jvp"), py::arg("vmap"));
+  py::module_::import("atexit").attr("register")(py::cpp_function(&Finish));
 }
 
 }  // namespace mlx_tvm_ffi

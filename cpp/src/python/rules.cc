@@ -183,6 +183,15 @@ PyPrimitive::PyPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> ca
       rules_(std::move(rules)),
       keywords_(std::move(keywords)) {}
 
+void PyPrimitive::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  // Who evaluates with Python's lock, as mx.save does, goes on to wait with it: the kernel would never run.
+  if (rules_->python_kernel && PyGILState_Check() == 1) {
+    TVM_FFI_THROW(RuntimeError) << Where(name()) << "evaluation: expected a wait that releases Python's lock, which this "
+                                << "Python kernel needs, got one that holds it. Call mx.eval on the arrays first.";
+  }
+  KernelPrimitive::eval_cpu(inputs, outputs);
+}
+
 std::vector<mx::array> PyPrimitive::vjp(const std::vector<mx::array>& primals,
                                         const std::vector<mx::array>& cotangents,
                                         const std::vector<int>& argnums,

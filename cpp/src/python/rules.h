@@ -36,6 +36,7 @@ struct Rules {
   HeldObject vjp;      // callable (primals, cotangents, outputs, **attributes) -> arrays
   HeldObject jvp;      // callable (primals, tangents, outputs, **attributes) -> arrays
   HeldObject vmap;     // callable (inputs, axes, **attributes) -> (outputs, axes)
+  bool python_kernel;  // the kernel takes Python's lock
 };
 
 /*!
@@ -51,6 +52,7 @@ class PyPrimitive final : public KernelPrimitive {
               std::shared_ptr<const std::vector<ShapeDtype>> outputs,
               std::shared_ptr<const Rules> rules, std::shared_ptr<const HeldObject> keywords);
 
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
   std::vector<mx::array> jvp(const std::vector<mx::array>& primals,
                              const std::vector<mx::array>& tangents,
                              const std::vector<int>& argnums) override;
