@@ -1,6 +1,7 @@
 /*!
  * \file op.h
- * \brief tvm-ffi kernels as ops of MLX's graph, for authors of MLX ops in C++. Needs C++20 and MLX; no Python.
+ * \brief tvm-ffi kernels as ops of MLX's graph, for authors of MLX ops in C++. Needs C++20 and MLX;
+ * no Python.
  */
 #ifndef MLX_TVM_FFI_OP_H_
 #define MLX_TVM_FFI_OP_H_
@@ -12,6 +13,7 @@
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/function.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -37,30 +39,41 @@ enum class Vmap {
   kBroadcast,   // one kernel call with the batch as leading dimension of every input and output
 };
 
+/*! \brief Whether a CUDA graph can hold what a kernel does. */
+enum class Capture { kUnknown, kYes, kNo };
+
 /*! \brief How a function becomes an op. */
 struct Options {
   /*! \brief Name in messages and in the graph; no space in it. */
   std::string name = "kernel";
   /*!
-   * \brief Order of the kernel's parameters: "args", "args.0", "rets", "rets.0", "attrs.NAME", "ctx.stream". Empty: the
-   * inputs, the outputs, then the attributes in the order of the call. Without "rets" the kernel returns its outputs.
+   * \brief Order of the kernel's parameters: "args", "args.0", "rets", "rets.0", "attrs.NAME",
+   * "ctx.stream". Empty: the inputs, the outputs, then the attributes in the order of the call.
+   * Without "rets" the kernel returns its outputs.
    */
   std::vector<std::string> arg_spec = {};
-  /*! \brief For each input whether the kernel needs it row-contiguous; empty: all; one value: for every input. */
+  /*! \brief For each input whether the kernel needs it row-contiguous; empty: all; one value: for
+   * every input. */
   std::vector<bool> contiguous = {};
-  /*! \brief {output, input}: the output is written into the input's memory, if MLX may donate it, else into a copy. */
+  /*! \brief {output, input}: the output is written into the input's memory, if MLX may donate it,
+   * else into a copy. */
   std::vector<std::pair<int, int>> aliases = {};
-  /*! \brief False: never merge equal calls under compile, as for kernels that mutate state or draw random numbers. */
+  /*! \brief False: never merge equal calls under compile, as for kernels that mutate state or draw
+   * random numbers. */
   bool pure = true;
   /*! \brief False: never capture the kernel into a CUDA graph. */
   bool capture = true;
   Vmap vmap = Vmap::kNone;
 };
 
-/*! \brief A function and its options, checked once and shared by every call. Immutable; any thread. */
+/*!
+ * \brief A function and its options, checked once and shared by every call. Any thread; immutable,
+ * but for what was learned about capture.
+ */
 class MLX_TVM_FFI_API Kernel {
  public:
-  /*! \throws tvm::ffi::Error TypeError or ValueError where function, name, arg_spec or aliases are wrong. */
+  /*! \throws tvm::ffi::Error TypeError or ValueError where function, name, arg_spec or aliases are
+   * wrong. */
   Kernel(tvm::ffi::Function function, Options options);
   ~Kernel();
 
@@ -77,7 +90,14 @@ class MLX_TVM_FFI_API Kernel {
   /*! \brief True where the kernel returns its outputs instead of filling them. */
   bool returns_outputs() const { return returns_outputs_; }
   bool contiguous(size_t input) const;
-  /*! \brief Equal functions and options: calls of either on equal inputs and attributes are the same node. */
+  /*! \brief Whether a CUDA graph can hold the kernel: by option, or as its runs have shown. */
+  Capture capture() const noexcept { return capture_.load(std::memory_order_relaxed); }
+  /*! \brief Sets capture(); gives what it was. */
+  Capture Learn(Capture capture) const noexcept {
+    return capture_.exchange(capture, std::memory_order_relaxed);
+  }
+  /*! \brief Equal functions and options: calls of either on equal inputs and attributes are the
+   * same node. */
   bool operator==(const Kernel& other) const;
 
   /*! \throws tvm::ffi::Error ValueError where counts or names do not fit the spec. */
@@ -88,16 +108,19 @@ class MLX_TVM_FFI_API Kernel {
   Options options_;
   std::vector<Slot> slots_;
   bool returns_outputs_ = true;
+  mutable std::atomic<Capture> capture_;
   bool attributes_follow_ = false;  // default spec: attributes of any name, after the tensors
 };
 
-/*! \brief A kernel with its attributes: all that a run needs besides tensors and a stream. Immutable; any thread. */
+/*! \brief A kernel with its attributes: all that a run needs besides tensors and a stream.
+ * Immutable; any thread. */
 struct KernelCall {
   std::shared_ptr<const Kernel> kernel;
   Attributes attributes;
 };
 
-/*! \brief A call of a kernel as a node of MLX's graph. Derive from it to add gradients or a rule for vmap. */
+/*! \brief A call of a kernel as a node of MLX's graph. Derive from it to add gradients or a rule
+ * for vmap. */
 class MLX_TVM_FFI_API KernelPrimitive : public mx::Primitive {
  public:
   KernelPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> call,
@@ -133,7 +156,8 @@ class MLX_TVM_FFI_API KernelPrimitive : public mx::Primitive {
 };
 
 /*!
- * \brief Adds a call to the graph: the arrays that `primitive` makes of `inputs`, not yet evaluated.
+ * \brief Adds a call to the graph: the arrays that `primitive` makes of `inputs`, not yet
+ * evaluated.
  * \throws tvm::ffi::Error ValueError where inputs, outputs or attributes do not fit the kernel.
  */
 MLX_TVM_FFI_API std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,

@@ -3,9 +3,16 @@
 #include <mlx/utils.h>
 #include <tvm/ffi/error.h>
 
+#ifdef __linux__
+#include <dlfcn.h>
+#include <mlx/backend/cuda/cuda.h>
+#endif
+
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <string>
+#include <utility>
 
 #include "backend/cpu.h"
 #include "backend/metal.h"
@@ -19,11 +26,36 @@ std::array<std::atomic<Backend*>, 2>& Backends() {
   return backends;
 }
 
-// The line by which a backend joins. Each offers MLX's interface as default of its device.
+/*! \brief Why a backend that this machine could use is absent; empty where none is. */
+std::string& Problem() {
+  static std::string problem;
+  return problem;
+}
+
+#ifdef __linux__
+// The CUDA backend is a library beside this one: what it needs only MLX's CUDA builds have.
+void RegisterCudaBackend() {
+  Dl_info here{};
+  dladdr(reinterpret_cast<void*>(&RegisterCudaBackend), &here);
+  std::string path = here.dli_fname;
+  path = path.substr(0, path.rfind('/') + 1) + "libmlx_tvm_ffi_cuda.so";
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    Problem() = dlerror();
+    return;
+  }
+  reinterpret_cast<void (*)()>(dlsym(library, "MlxTvmFfiRegisterCuda"))();
+}
+#endif
+
+// The lines by which backends join. Each offers MLX's interface as default of its device.
 void RegisterAll() {
   RegisterCpuBackend();
 #ifdef _METAL_  // by MLX's own CMake files, where it has Metal
   RegisterMetalBackend();
+#endif
+#ifdef __linux__
+  if (mx::cu::is_available()) RegisterCudaBackend();
 #endif
 }
 
@@ -49,6 +81,7 @@ Backend& GetBackend(const mx::Device& device) {
     TVM_FFI_THROW(RuntimeError)
         << "[mlx_tvm_ffi.backend] device: expected one that this installation supports, got "
         << (device.type == mx::Device::gpu ? "gpu" : "cpu")
+        << (Problem().empty() ? "" : " (" + Problem() + ")")
         << ". Run `python -m mlx_tvm_ffi` to see what is missing.";
   }
   return *backend;
@@ -61,6 +94,8 @@ void RegisterBackend(mx::Device::DeviceType type, Backend* backend) {
 }
 
 bool HasBackend(mx::Device::DeviceType type) { return Find(type) != nullptr; }
+
+StreamRef MakeMlxStream(std::shared_ptr<MlxStream> stream) { return MakeStream(std::move(stream)); }
 
 std::optional<mx::Stream> ToMlxStream(const StreamRef& stream) {
   if (!stream) return std::nullopt;

@@ -9,6 +9,7 @@
 #include <mlx/array.h>
 #include <mlx/primitives.h>
 #include <mlx/stream.h>
+#include <mlx_tvm_ffi/op.h>
 #include <mlx_tvm_ffi/stream.h>
 
 #include <memory>
@@ -16,8 +17,6 @@
 #include <vector>
 
 namespace mlx_tvm_ffi {
-
-namespace mx = mlx::core;
 
 /*! \brief A kernel with its arguments bound: what an op gives to a backend to run. */
 class MLX_TVM_FFI_API Launch {
@@ -31,8 +30,10 @@ class MLX_TVM_FFI_API Launch {
   virtual void Run(const StreamRef& stream) = 0;
   /*! \brief What must stay alive until the device is done: the function and its attributes. */
   virtual std::shared_ptr<void> KeepAlive() const = 0;
-  /*! \brief False where the kernel must not be captured into a CUDA graph. */
-  virtual bool capture() const = 0;
+  /*! \brief Whether the kernel can be captured into a CUDA graph, as far as is known. Any thread. */
+  virtual Capture capture() const = 0;
+  /*! \brief What a run has shown. Says what was known before. Any thread. */
+  virtual Capture Learn(Capture capture) const noexcept = 0;
   /*! \brief True where an output shares an input's memory, so that a second run would see the first. */
   virtual bool aliased() const = 0;
   /*! \brief The kernel's name, for messages. */
@@ -120,6 +121,9 @@ MLX_TVM_FFI_API bool HasBackend(mx::Device::DeviceType type);
 
 /*! \brief The MLX stream that work goes to now: this thread's innermost scope if it is MLX's, else MLX's default. */
 MLX_TVM_FFI_API mx::Stream CurrentMlxStream();
+
+/*! \brief Hands a backend's interface out, so that ToMlxStream knows it again: backends may live in other libraries. */
+MLX_TVM_FFI_API StreamRef MakeMlxStream(std::shared_ptr<MlxStream> stream);
 
 /*! \brief The MLX stream behind an interface of ours; nothing for somebody else's. */
 MLX_TVM_FFI_API std::optional<mx::Stream> ToMlxStream(const StreamRef& stream);

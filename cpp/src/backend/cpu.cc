@@ -64,14 +64,16 @@ class CpuBackend final : public Backend {
 
   bool Ready(const mx::array& array) const override {
     // A buffer with a second owner may be in use by work that MLX has scheduled.
-    return array.status() == mx::array::Status::available && array.data_shared_ptr().use_count() <= 1;
+    return array.status() == mx::array::Status::available &&
+           array.data_shared_ptr().use_count() <= 1;
   }
 
   void Prepare(mx::array& array) override {
     array.eval();
     if (array.data_shared_ptr().use_count() <= 1) return;
     for (const mx::Stream& stream : mx::get_streams()) {
-      // Waiting for the stream whose thread this is would never end; its earlier tasks are done anyway.
+      // Waiting for the stream whose thread this is would never end; its earlier tasks are done
+      // anyway.
       bool own = running_on != nullptr && *running_on == stream;
       if (stream.device == mx::Device::cpu && !own) mx::synchronize(stream);
     }

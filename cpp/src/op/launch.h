@@ -1,6 +1,7 @@
 /*!
  * \file launch.h
- * \brief One run of a kernel as an op: its tensors bound, its arguments put in order, its errors named.
+ * \brief One run of a kernel as an op: its tensors bound, its arguments put in order, its errors
+ * named.
  */
 #ifndef MLX_TVM_FFI_OP_LAUNCH_H_
 #define MLX_TVM_FFI_OP_LAUNCH_H_
@@ -19,18 +20,20 @@ class KernelLaunch final : public Launch {
   /*!
    * \param inputs, outputs Have memory. No handle of them is kept: that would block donation.
    */
-  KernelLaunch(std::shared_ptr<const KernelCall> call, Backend& backend, const mx::Stream& stream, const std::vector<mx::array>& inputs,
-               const std::vector<mx::array>& outputs);
+  KernelLaunch(std::shared_ptr<const KernelCall> call, Backend& backend, const mx::Stream& stream,
+               const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs);
   ~KernelLaunch() override;
 
   void Run(const StreamRef& stream) override;
   std::shared_ptr<void> KeepAlive() const override;
-  bool capture() const override { return call_->kernel->options().capture; }
+  Capture capture() const override { return call_->kernel->capture(); }
+  Capture Learn(Capture capture) const noexcept override { return call_->kernel->Learn(capture); }
   bool aliased() const override { return !call_->kernel->options().aliases.empty(); }
   const char* name() const override { return call_->kernel->options().name.c_str(); }
 
  private:
-  /*! \brief A tensor's description, and its memory without a share in it: a share would block donation. */
+  /*! \brief A tensor's description, and its memory without a share in it: a share would block
+   * donation. */
   struct Bound {
     DLTensor tensor;
     std::weak_ptr<mx::array::Data> data;

@@ -222,7 +222,7 @@ std::vector<mx::array> MapByBroadcast(KernelPrimitive& primitive, const std::vec
 }  // namespace
 
 Kernel::Kernel(ffi::Function function, Options options)
-    : function_(std::move(function)), options_(std::move(options)) {
+    : function_(std::move(function)), options_(std::move(options)), capture_(options_.capture ? Capture::kUnknown : Capture::kNo) {
   if (function_ == nullptr) {
     TVM_FFI_THROW(TypeError) << Where(options_)
                              << "function: expected a tvm_ffi.Function, got null. Load the kernel first.";
