@@ -13,8 +13,7 @@ namespace {
 
 /*! \brief The head of a nanobind instance. */
 struct Instance {
-  PyObject_HEAD
-  int32_t offset;  // bytes from this object to the C++ value, or to a pointer to it
+  PyObject_HEAD int32_t offset;  // bytes from this object to the C++ value, or to a pointer to it
   uint8_t flags;
 };
 
@@ -44,14 +43,16 @@ T* Value(PyObject* object) {
 }
 
 PyTypeObject* FindType(const py::module_& core, const char* name) {
-  return reinterpret_cast<PyTypeObject*>(py::object(core.attr(name)).release().ptr());  // kept for ever
+  return reinterpret_cast<PyTypeObject*>(
+      py::object(core.attr(name)).release().ptr());  // kept for ever
 }
 
 void Expect(bool proved, const char* what) {
   if (proved) return;
-  throw py::import_error(std::string("[mlx_tvm_ffi.import] mlx.core: expected ") + what +
-                         " laid out as in the MLX this was built with, got something else. Reinstall "
-                         "mlx and mlx-tvm-ffi together.");
+  throw py::import_error(
+      std::string("[mlx_tvm_ffi.import] mlx.core: expected ") + what +
+      " laid out as in the MLX this was built with, got something else. Reinstall "
+      "mlx and mlx-tvm-ffi together.");
 }
 
 }  // namespace

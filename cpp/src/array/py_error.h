@@ -9,7 +9,8 @@
 
 namespace mlx_tvm_ffi {
 
-/*! \brief Sets the Python error for the exception in flight. Call inside a catch block, with Python's lock held. */
+/*! \brief Sets the Python error for the exception in flight. Call inside a catch block, with
+ * Python's lock held. */
 void SetPythonError();
 
 /*! \brief Makes pybind11 translate tvm::ffi::Error the same way. */

@@ -6,9 +6,9 @@
 #include <tvm/ffi/function.h>
 
 #include "array/py_array.h"
+#include "array/py_error.h"
 #include "array/tensor.h"
 #include "backend/backend.h"
-#include "array/py_error.h"
 
 namespace mlx_tvm_ffi {
 
@@ -23,15 +23,17 @@ int FromPyObject(void* object, DLManagedTensorVersioned** out) {
   try {
     mx::array* array = AsArray(static_cast<PyObject*>(object));
     if (array == nullptr) {
-      PyErr_SetString(PyExc_TypeError,
-                      "[mlx_tvm_ffi.direct_call] argument: expected an initialised mlx.core.array, got one "
-                      "whose __init__ has not run. Call super().__init__ in the subclass.");
+      PyErr_SetString(
+          PyExc_TypeError,
+          "[mlx_tvm_ffi.direct_call] argument: expected an initialised mlx.core.array, got one "
+          "whose __init__ has not run. Call super().__init__ in the subclass.");
       return -1;
     }
     if (array->is_tracer()) {
-      PyErr_SetString(PyExc_ValueError,
-                      "[mlx_tvm_ffi.direct_call] argument: expected an array with a value, got a tracer of "
-                      "mx.grad, mx.compile, mx.vmap or the like. Make the kernel an op with mlx_tvm_ffi.op.");
+      PyErr_SetString(
+          PyExc_ValueError,
+          "[mlx_tvm_ffi.direct_call] argument: expected an array with a value, got a tracer of "
+          "mx.grad, mx.compile, mx.vmap or the like. Make the kernel an op with mlx_tvm_ffi.op.");
       return -1;
     }
     mx::Device device = CurrentDevice();
@@ -62,7 +64,8 @@ int ToPyObject(DLManagedTensorVersioned* tensor, void** out) {
 
 int CurrentWorkStream(DLDeviceType type, int32_t id, void** out) {
   try {
-    *out = type == kDLCPU ? nullptr : GetBackend(mx::Device::gpu).EnvStream(mx::Device(mx::Device::gpu, id));
+    *out = type == kDLCPU ? nullptr
+                          : GetBackend(mx::Device::gpu).EnvStream(mx::Device(mx::Device::gpu, id));
     return 0;
   } catch (...) {
     SetPythonError();
@@ -85,14 +88,14 @@ DLPackExchangeAPI MakeApi() {
 void InstallExchange() {
   static DLPackExchangeAPI api = MakeApi();
   pybind11::capsule capsule(&api, "dlpack_exchange_api");
-  pybind11::handle(reinterpret_cast<PyObject*>(ArrayType())).attr("__dlpack_c_exchange_api__") = capsule;
+  pybind11::handle(reinterpret_cast<PyObject*>(ArrayType())).attr("__dlpack_c_exchange_api__") =
+      capsule;
   // Lets the import find out whether tvm-ffi uses it on this thread.
-  tvm::ffi::Function::SetGlobal(
-      "mlx_tvm_ffi.is_lent",
-      tvm::ffi::Function::FromTyped([](tvm::ffi::TensorView tensor) {
-        return IsLent(tensor.shape().data());
-      }),
-      true);
+  tvm::ffi::Function::SetGlobal("mlx_tvm_ffi.is_lent",
+                                tvm::ffi::Function::FromTyped([](tvm::ffi::TensorView tensor) {
+                                  return IsLent(tensor.shape().data());
+                                }),
+                                true);
 }
 
 }  // namespace mlx_tvm_ffi

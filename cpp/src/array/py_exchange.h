@@ -1,6 +1,7 @@
 /*!
  * \file py_exchange.h
- * \brief DLPack's exchange API for mlx.core.array: how tvm-ffi takes arrays as arguments and hands results back.
+ * \brief DLPack's exchange API for mlx.core.array: how tvm-ffi takes arrays as arguments and hands
+ * results back.
  */
 #ifndef MLX_TVM_FFI_ARRAY_PY_EXCHANGE_H_
 #define MLX_TVM_FFI_ARRAY_PY_EXCHANGE_H_
@@ -9,7 +10,8 @@
 
 namespace mlx_tvm_ffi {
 
-/*! \brief Sets mlx.core.array.__dlpack_c_exchange_api__. After InitPyArray. \throws a Python error. */
+/*! \brief Sets mlx.core.array.__dlpack_c_exchange_api__. After InitPyArray. \throws a Python error.
+ */
 void InstallExchange();
 
 }  // namespace mlx_tvm_ffi

@@ -31,8 +31,9 @@ struct Lent {
 };
 
 /*!
- * \brief Where managed tensors come from and go back to: a free list per thread, refilled from one list of the process.
- * Slabs are never freed, so an address can be recognised as ours without a lock.
+ * \brief Where managed tensors come from and go back to: a free list per thread, refilled from one
+ * list of the process. Slabs are never freed, so an address can be recognised as ours without a
+ * lock.
  */
 class Pool {
  public:
@@ -172,23 +173,25 @@ mx::Shape FromDLShape(const DLTensor& tensor) {
   for (int i = 0; i < tensor.ndim; ++i) {
     int64_t dim = tensor.shape[i];
     if (dim < 0 || dim > std::numeric_limits<int32_t>::max()) {
-      TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.allocate] shape: expected dimensions from 0 to 2^31 - 1, got "
-                                << dim << " in dimension " << i << ". Use a smaller tensor.";
+      TVM_FFI_THROW(ValueError)
+          << "[mlx_tvm_ffi.allocate] shape: expected dimensions from 0 to 2^31 - 1, got " << dim
+          << " in dimension " << i << ". Use a smaller tensor.";
     }
     shape.push_back(static_cast<int32_t>(dim));
   }
   return shape;
 }
 
-// Copies a strided CPU tensor into row-contiguous memory at `to`; returns the end of what was written.
+// Copies a strided CPU tensor into row-contiguous memory at `to`; returns the end of what was
+// written.
 char* CopyRows(const DLTensor& from, int dim, const char* source, char* to, size_t itemsize) {
   if (dim == from.ndim) {
     std::memcpy(to, source, itemsize);
     return to + itemsize;
   }
   for (int64_t i = 0; i < from.shape[dim]; ++i) {
-    to = CopyRows(from, dim + 1, source + i * from.strides[dim] * static_cast<int64_t>(itemsize), to,
-                  itemsize);
+    to = CopyRows(from, dim + 1, source + i * from.strides[dim] * static_cast<int64_t>(itemsize),
+                  to, itemsize);
   }
   return to;
 }
@@ -234,7 +237,8 @@ DLDataType ToDLPack(mx::Dtype dtype) {
     case mx::Dtype::Val::complex64:
       return make(kDLComplex, 64);
   }
-  TVM_FFI_THROW(InternalError) << "[mlx_tvm_ffi.array] dtype: unknown to this build of mlx_tvm_ffi.";
+  TVM_FFI_THROW(InternalError)
+      << "[mlx_tvm_ffi.array] dtype: unknown to this build of mlx_tvm_ffi.";
   TVM_FFI_UNREACHABLE();
 }
 
@@ -249,7 +253,8 @@ mx::Dtype FromDLPack(DLDataType dtype) {
     }
   }
   TVM_FFI_THROW(NotImplementedError)
-      << "[mlx_tvm_ffi.array] dtype: expected one of MLX's, got " << tvm::ffi::DLDataTypeToString(dtype)
+      << "[mlx_tvm_ffi.array] dtype: expected one of MLX's, got "
+      << tvm::ffi::DLDataTypeToString(dtype)
       << ". View the memory as an unsigned integer of the same width.";
   TVM_FFI_UNREACHABLE();
 }
@@ -315,9 +320,10 @@ mx::array TakeBack(DLManagedTensorVersioned* managed) {
     }
   }
   if (tensor.device.device_type != kDLCPU) {
-    TVM_FFI_THROW(NotImplementedError)
-        << "[mlx_tvm_ffi.array] result: expected GPU memory that MLX allocated, got a tensor with memory of "
-           "its own. Allocate results through TVMFFIEnvTensorAlloc, or fill an output that is passed in.";
+    TVM_FFI_THROW(NotImplementedError) << "[mlx_tvm_ffi.array] result: expected GPU memory that "
+                                          "MLX allocated, got a tensor with memory of "
+                                          "its own. Allocate results through TVMFFIEnvTensorAlloc, "
+                                          "or fill an output that is passed in.";
   }
   return CopyFromCpu(tensor);
 }

@@ -23,38 +23,43 @@ MLX_TVM_FFI_API DLDataType ToDLPack(mx::Dtype dtype);
 mx::Dtype FromDLPack(DLDataType dtype);
 
 /*!
- * \brief Fills `tensor` from an array that has memory; shape and strides (elements) go to `dims`, 2 * ndim long, which
- * the tensor then points into.
+ * \brief Fills `tensor` from an array that has memory; shape and strides (elements) go to `dims`, 2
+ * * ndim long, which the tensor then points into.
  */
 void FillTensor(const mx::array& array, const mx::Device& device, const Backend& backend,
                 int64_t* dims, DLTensor* tensor);
 
 /*!
- * \brief Lends `array`, which has memory, to a direct call, as a managed tensor from a pool. It owns a handle of the array
- * until its deleter runs, on any thread; then the backend's Finish is told.
+ * \brief Lends `array`, which has memory, to a direct call, as a managed tensor from a pool. It
+ * owns a handle of the array until its deleter runs, on any thread; then the backend's Finish is
+ * told.
  */
 MLX_TVM_FFI_API DLManagedTensorVersioned* Lend(const mx::array& array, const mx::Device& device,
                                                Backend& backend);
 
-/*! \brief Lends the memory that `tensor` describes and `owner` keeps alive; shape and strides are copied. */
+/*! \brief Lends the memory that `tensor` describes and `owner` keeps alive; shape and strides are
+ * copied. */
 DLManagedTensorVersioned* LendMemory(const DLTensor& tensor, std::shared_ptr<void> owner);
 
 /*!
- * \brief The array of a tensor that a kernel returned; consumes `managed`. Memory that was lent or allocated here comes
- * back as itself; CPU memory of others is copied.
+ * \brief The array of a tensor that a kernel returned; consumes `managed`. Memory that was lent or
+ * allocated here comes back as itself; CPU memory of others is copied.
  * \throws tvm::ffi::Error NotImplementedError for what MLX cannot hold.
  */
 MLX_TVM_FFI_API mx::array TakeBack(DLManagedTensorVersioned* managed);
 
-/*! \brief Whether `shape` is that of a tensor made by Lend: whether an argument came through the exchange API. */
+/*! \brief Whether `shape` is that of a tensor made by Lend: whether an argument came through the
+ * exchange API. */
 MLX_TVM_FFI_API bool IsLent(const int64_t* shape);
 
-/*! \brief tvm-ffi's environment allocator: gives MLX memory. See DLPackManagedTensorAllocator for its contract. */
+/*! \brief tvm-ffi's environment allocator: gives MLX memory. See DLPackManagedTensorAllocator for
+ * its contract. */
 MLX_TVM_FFI_API int AllocateTensor(DLTensor* prototype, DLManagedTensorVersioned** out,
                                    void* error_context,
                                    void (*set_error)(void*, const char*, const char*));
 
-/*! \brief While alive, gets the allocations that kernels make on this thread: those of a kernel that runs as an op. */
+/*! \brief While alive, gets the allocations that kernels make on this thread: those of a kernel
+ * that runs as an op. */
 class AllocationHook {
  public:
   AllocationHook();

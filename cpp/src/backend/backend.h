@@ -30,11 +30,13 @@ class MLX_TVM_FFI_API Launch {
   virtual void Run(const StreamRef& stream) = 0;
   /*! \brief What must stay alive until the device is done: the function and its attributes. */
   virtual std::shared_ptr<void> KeepAlive() const = 0;
-  /*! \brief Whether the kernel can be captured into a CUDA graph, as far as is known. Any thread. */
+  /*! \brief Whether the kernel can be captured into a CUDA graph, as far as is known. Any thread.
+   */
   virtual Capture capture() const = 0;
   /*! \brief What a run has shown. Says what was known before. Any thread. */
   virtual Capture Learn(Capture capture) const noexcept = 0;
-  /*! \brief True where an output shares an input's memory, so that a second run would see the first. */
+  /*! \brief True where an output shares an input's memory, so that a second run would see the
+   * first. */
   virtual bool aliased() const = 0;
   /*! \brief The kernel's name, for messages. */
   virtual const char* name() const = 0;
@@ -43,7 +45,8 @@ class MLX_TVM_FFI_API Launch {
 /*! \brief The stream interface of an MLX stream: the base of each backend's own. */
 class MLX_TVM_FFI_API MlxStream : public StreamInterface {
  public:
-  /*! \param stream The MLX stream, or nothing: the calling thread's current one, asked for at each use. */
+  /*! \param stream The MLX stream, or nothing: the calling thread's current one, asked for at each
+   * use. */
   explicit MlxStream(mx::Device device, std::optional<mx::Stream> stream)
       : device_(device), stream_(stream) {}
 
@@ -63,28 +66,32 @@ class MLX_TVM_FFI_API Backend {
   /*! \brief The tvm-ffi device of an MLX device. */
   virtual DLDevice ToDLDevice(const mx::Device& device) const = 0;
 
-  /*! \brief A new interface for `stream`; with nothing, one that follows each thread's current MLX stream. */
+  /*! \brief A new interface for `stream`; with nothing, one that follows each thread's current MLX
+   * stream. */
   virtual StreamRef MakeInterface(const mx::Device& device, std::optional<mx::Stream> stream) = 0;
 
   /*! \brief Fills data and byte_offset (bytes) of an array that has memory. */
   virtual void Address(const mx::array& array, DLTensor* tensor) const = 0;
 
-  /*! \brief Gives `array` row-contiguous memory of its own. Called on the thread that evaluates or calls. */
+  /*! \brief Gives `array` row-contiguous memory of its own. Called on the thread that evaluates or
+   * calls. */
   virtual void Allocate(mx::array& array, const mx::Stream& stream) = 0;
 
   // --- Ops: called inside eval_cpu or eval_gpu, on the thread that evaluates.
 
-  /*! \brief Runs `primitive`'s eval_cpu or eval_gpu: for MLX's own primitives inside one of ours. */
+  /*! \brief Runs `primitive`'s eval_cpu or eval_gpu: for MLX's own primitives inside one of ours.
+   */
   virtual void Evaluate(mx::Primitive& primitive, const std::vector<mx::array>& inputs,
                         std::vector<mx::array>& outputs) = 0;
 
-  /*! \brief Keeps scratch memory until the work enqueued on `stream` so far, and the op at hand, is done. Never for
-   * outputs. */
+  /*! \brief Keeps scratch memory until the work enqueued on `stream` so far, and the op at hand, is
+   * done. Never for outputs. */
   virtual void KeepScratch(mx::array array, const mx::Stream& stream) = 0;
 
   /*!
-   * \brief Runs or schedules `launch` on `stream`, ordered with MLX's own work. Outputs have memory; inputs are as
-   * MLX gave them to eval, and no copy of them is kept: a copy would block donation.
+   * \brief Runs or schedules `launch` on `stream`, ordered with MLX's own work. Outputs have
+   * memory; inputs are as MLX gave them to eval, and no copy of them is kept: a copy would block
+   * donation.
    */
   virtual void Encode(const mx::Stream& stream, const std::vector<mx::array>& inputs,
                       std::vector<mx::array>& outputs, const std::shared_ptr<Launch>& launch) = 0;
@@ -94,35 +101,41 @@ class MLX_TVM_FFI_API Backend {
   /*! \brief Whether `array` can be handed over without a wait. */
   virtual bool Ready(const mx::array& array) const = 0;
 
-  /*! \brief Evaluates `array` and waits for what must be waited for. Called without Python's lock. */
+  /*! \brief Evaluates `array` and waits for what must be waited for. Called without Python's lock.
+   */
   virtual void Prepare(mx::array& array) = 0;
 
   /*!
-   * \brief `array`, ready now, is handed to a call that is about to start, or was allocated by a kernel during one (and
-   * may become its result). Finish is its end.
+   * \brief `array`, ready now, is handed to a call that is about to start, or was allocated by a
+   * kernel during one (and may become its result). Finish is its end.
    */
   virtual void Start(mx::array& array) = 0;
 
-  /*! \brief The environment stream of a direct call (CUDA: the cudaStream_t; Metal: the mtf_stream; CPU: null). */
+  /*! \brief The environment stream of a direct call (CUDA: the cudaStream_t; Metal: the mtf_stream;
+   * CPU: null). */
   virtual void* EnvStream(const mx::Device& device) = 0;
 
   /*! \brief The call that `array` was handed to has returned. */
   virtual void Finish(mx::array& array) noexcept = 0;
 };
 
-/*! \brief The backend of a device. \throws tvm::ffi::Error RuntimeError where this build or machine has none. */
+/*! \brief The backend of a device. \throws tvm::ffi::Error RuntimeError where this build or machine
+ * has none. */
 MLX_TVM_FFI_API Backend& GetBackend(const mx::Device& device);
 
-/*! \brief Adds a backend for a type of device: the one line by which a backend joins. Leaked on purpose. */
+/*! \brief Adds a backend for a type of device: the one line by which a backend joins. Leaked on
+ * purpose. */
 MLX_TVM_FFI_API void RegisterBackend(mx::Device::DeviceType type, Backend* backend);
 
 /*! \brief True where a backend is registered. */
 MLX_TVM_FFI_API bool HasBackend(mx::Device::DeviceType type);
 
-/*! \brief The MLX stream that work goes to now: this thread's innermost scope if it is MLX's, else MLX's default. */
+/*! \brief The MLX stream that work goes to now: this thread's innermost scope if it is MLX's, else
+ * MLX's default. */
 MLX_TVM_FFI_API mx::Stream CurrentMlxStream();
 
-/*! \brief Hands a backend's interface out, so that ToMlxStream knows it again: backends may live in other libraries. */
+/*! \brief Hands a backend's interface out, so that ToMlxStream knows it again: backends may live in
+ * other libraries. */
 MLX_TVM_FFI_API StreamRef MakeMlxStream(std::shared_ptr<MlxStream> stream);
 
 /*! \brief The MLX stream behind an interface of ours; nothing for somebody else's. */

@@ -1,7 +1,7 @@
 #include "op/launch.h"
 
-#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 
 #include <algorithm>
@@ -22,7 +22,8 @@ namespace {
 /*! \brief A tensor object of ours that a kernel sees for the time of one call. */
 class BorrowedTensor : public ffi::TensorObj {
  public:
-  /*! \brief Makes a tensor that the kernel kept stand on its own: with its dims, and a share in its memory. */
+  /*! \brief Makes a tensor that the kernel kept stand on its own: with its dims, and a share in its
+   * memory. */
   void Outlive(std::shared_ptr<void> memory) {
     size_t n = static_cast<size_t>(ndim);
     dims_.assign(shape, shape + n);
@@ -53,7 +54,8 @@ struct Borrowed {
 class AllocatorScope {
  public:
   AllocatorScope() {
-    TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvSetDLPackManagedTensorAllocator(AllocateTensor, 0, &previous_));
+    TVM_FFI_CHECK_SAFE_CALL(
+        TVMFFIEnvSetDLPackManagedTensorAllocator(AllocateTensor, 0, &previous_));
   }
   AllocatorScope(const AllocatorScope&) = delete;
   AllocatorScope& operator=(const AllocatorScope&) = delete;
@@ -102,12 +104,14 @@ bool IsRowContiguous(const DLTensor& tensor) {
 }  // namespace
 
 /*!
- * \brief What a kernel allocates while it runs as an op. A kernel that returns its outputs is given the output's own
- * memory for the first tensor of the same shape and dtype, so that nothing has to be copied.
+ * \brief What a kernel allocates while it runs as an op. A kernel that returns its outputs is given
+ * the output's own memory for the first tensor of the same shape and dtype, so that nothing has to
+ * be copied.
  */
 class KernelLaunch::Scratch final : public AllocationHook {
  public:
-  explicit Scratch(KernelLaunch* launch) : launch_(launch), claimed_(launch->tensors_.size(), false) {}
+  explicit Scratch(KernelLaunch* launch)
+      : launch_(launch), claimed_(launch->tensors_.size(), false) {}
 
   DLManagedTensorVersioned* Allocate(mx::Shape shape, mx::Dtype dtype) override {
     mx::array array(std::move(shape), dtype, nullptr, {});
@@ -156,7 +160,8 @@ KernelLaunch::KernelLaunch(std::shared_ptr<const KernelCall> call, Backend& back
 }
 
 KernelLaunch::~KernelLaunch() {
-  // The last owner of a Python kernel needs Python's lock to let go, for which MLX may make this thread wait for ever.
+  // The last owner of a Python kernel needs Python's lock to let go, for which MLX may make this
+  // thread wait for ever.
   if (call_.use_count() == 1) Reap({KeepAlive()});
 }
 
@@ -198,7 +203,8 @@ void KernelLaunch::Call() {
     static_cast<DLTensor&>(*borrowed.tensors[base + i]) = tensors_[i].tensor;
   }
 
-  // Gives the tensors back. One that the kernel still holds is replaced, and made to outlive this call.
+  // Gives the tensors back. One that the kernel still holds is replaced, and made to outlive this
+  // call.
   int kept = -1;
   auto give_back = [&]() noexcept {
     for (size_t i = 0; i < count; ++i) {
@@ -276,8 +282,9 @@ void KernelLaunch::TakeReturned(const ffi::Any& result) const {
   auto take = [&](const ffi::Any& value, size_t i) {
     auto tensor = value.as<ffi::Tensor>();
     if (!tensor.has_value()) {
-      TVM_FFI_THROW(TypeError) << "expected a kernel that returns a tensor for output " << i << ", got "
-                               << value.GetTypeKey() << ". Name \"rets\" in arg_spec if it fills its outputs.";
+      TVM_FFI_THROW(TypeError) << "expected a kernel that returns a tensor for output " << i
+                               << ", got " << value.GetTypeKey()
+                               << ". Name \"rets\" in arg_spec if it fills its outputs.";
     }
     CopyReturned(*tensor->GetDLTensorPtr(), i);
   };
@@ -298,15 +305,15 @@ void KernelLaunch::TakeReturned(const ffi::Any& result) const {
 void KernelLaunch::CopyReturned(const DLTensor& returned, size_t output) const {
   const DLTensor& expected = tensors_[inputs_ + output].tensor;
   if (!SameDims(returned, expected)) {
-    TVM_FFI_THROW(ValueError) << "expected a kernel that returns " << Describe(expected) << " for output "
-                              << output << ", got " << Describe(returned)
+    TVM_FFI_THROW(ValueError) << "expected a kernel that returns " << Describe(expected)
+                              << " for output " << output << ", got " << Describe(returned)
                               << ". Make `outputs` say what it returns.";
   }
   if (returned.data == expected.data && returned.byte_offset == expected.byte_offset) return;
   if (returned.device.device_type != kDLCPU || !IsRowContiguous(returned)) {
-    TVM_FFI_THROW(NotImplementedError)
-        << "expected a kernel that allocates output " << output
-        << " through TVMFFIEnvTensorAlloc, got memory from elsewhere. Let it fill an output instead.";
+    TVM_FFI_THROW(NotImplementedError) << "expected a kernel that allocates output " << output
+                                       << " through TVMFFIEnvTensorAlloc, got memory from "
+                                          "elsewhere. Let it fill an output instead.";
   }
   std::memcpy(static_cast<char*>(expected.data) + expected.byte_offset,
               static_cast<const char*>(returned.data) + returned.byte_offset, Bytes(expected));

@@ -81,14 +81,16 @@ bool MayDonate(const mx::array& input) {
   constexpr size_t kSlackBytes = 16384;
   if (!input.is_donatable() || !input.flags().row_contiguous) return false;
 #if MLX_VERSION_NUMERIC < 32004
-  // Memory of numpy or torch counts as donatable before 0.32.4; MLX's own is freed by its allocator.
+  // Memory of numpy or torch counts as donatable before 0.32.4; MLX's own is freed by its
+  // allocator.
   auto* deleter = input.data_shared_ptr()->d.target<void (*)(mx::allocator::Buffer)>();
   if (deleter == nullptr || *deleter != &mx::allocator::free) return false;
 #endif
   return input.buffer_size() <= input.nbytes() + kSlackBytes;
 }
 
-/*! \brief One evaluation of a call: mends the inputs, gives the outputs memory and hands the launch to the backend. */
+/*! \brief One evaluation of a call: mends the inputs, gives the outputs memory and hands the launch
+ * to the backend. */
 class Evaluation {
  public:
   Evaluation(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
@@ -121,9 +123,8 @@ class Evaluation {
 
  private:
   void Encode(const std::vector<mx::array>& inputs) {
-    backend_.Encode(
-        stream_, inputs, outputs_,
-        std::make_shared<KernelLaunch>(call_, backend_, stream_, inputs, outputs_));
+    backend_.Encode(stream_, inputs, outputs_,
+                    std::make_shared<KernelLaunch>(call_, backend_, stream_, inputs, outputs_));
   }
 
   // Memory of its own with the input's values, row-contiguous, by MLX's own primitive.
@@ -148,7 +149,8 @@ class Evaluation {
     backend_.Allocate(outputs_[output], stream_);
   }
 
-  // The input's own memory where MLX may donate it, else a copy; never one that an earlier output has taken.
+  // The input's own memory where MLX may donate it, else a copy; never one that an earlier output
+  // has taken.
   void Alias(mx::array* output, size_t i) {
     const mx::array& input = inputs_[i];
     auto copied = copies_.find(i);
@@ -171,13 +173,15 @@ class Evaluation {
 };
 
 [[noreturn]] void ThrowNoRule(const Options& options, const char* transform, const char* option) {
-  TVM_FFI_THROW(NotImplementedError) << Where(options) << transform << ": expected an op with a rule for it, got none. "
-                                     << "Pass " << option << "= to mlx_tvm_ffi.op.";
+  TVM_FFI_THROW(NotImplementedError)
+      << Where(options) << transform << ": expected an op with a rule for it, got none. "
+      << "Pass " << option << "= to mlx_tvm_ffi.op.";
   TVM_FFI_UNREACHABLE();
 }
 
 // One call for each element of the batch, its outputs stacked.
-std::vector<mx::array> MapSequentially(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
+std::vector<mx::array> MapSequentially(KernelPrimitive& primitive,
+                                       const std::vector<mx::array>& inputs,
                                        const std::vector<int>& axes, int batch) {
   const std::vector<ShapeDtype>& specs = *primitive.outputs();
   std::vector<std::vector<mx::array>> parts(specs.size());
@@ -201,7 +205,8 @@ std::vector<mx::array> MapSequentially(KernelPrimitive& primitive, const std::ve
 }
 
 // One call with the batch in front of every input and output.
-std::vector<mx::array> MapByBroadcast(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
+std::vector<mx::array> MapByBroadcast(KernelPrimitive& primitive,
+                                      const std::vector<mx::array>& inputs,
                                       const std::vector<int>& axes, int batch) {
   std::vector<mx::array> batched;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -222,10 +227,13 @@ std::vector<mx::array> MapByBroadcast(KernelPrimitive& primitive, const std::vec
 }  // namespace
 
 Kernel::Kernel(ffi::Function function, Options options)
-    : function_(std::move(function)), options_(std::move(options)), capture_(options_.capture ? Capture::kUnknown : Capture::kNo) {
+    : function_(std::move(function)),
+      options_(std::move(options)),
+      capture_(options_.capture ? Capture::kUnknown : Capture::kNo) {
   if (function_ == nullptr) {
-    TVM_FFI_THROW(TypeError) << Where(options_)
-                             << "function: expected a tvm_ffi.Function, got null. Load the kernel first.";
+    TVM_FFI_THROW(TypeError)
+        << Where(options_)
+        << "function: expected a tvm_ffi.Function, got null. Load the kernel first.";
   }
   if (options_.name.empty() || options_.name.find(' ') != std::string::npos) {
     TVM_FFI_THROW(ValueError) << Where(options_) << "name: expected a name without spaces, got \""
@@ -240,8 +248,8 @@ Kernel::Kernel(ffi::Function function, Options options)
   for (const std::string& text : options_.arg_spec) {
     slots_.push_back(ParseSlot(options_, text));
     if (!seen.insert(text).second) {
-      TVM_FFI_THROW(ValueError) << Where(options_) << "arg_spec: expected each name once, got \"" << text
-                                << "\" twice. Remove one.";
+      TVM_FFI_THROW(ValueError) << Where(options_) << "arg_spec: expected each name once, got \""
+                                << text << "\" twice. Remove one.";
     }
     Slot::Kind kind = slots_.back().kind;
     if (kind == Slot::Kind::kRets || kind == Slot::Kind::kRet) returns_outputs_ = false;
@@ -249,9 +257,10 @@ Kernel::Kernel(ffi::Function function, Options options)
   std::set<int> aliased;
   for (const auto& [output, input] : options_.aliases) {
     if (output < 0 || input < 0 || !aliased.insert(output).second) {
-      TVM_FFI_THROW(ValueError) << Where(options_)
-                                << "aliases: expected each output at most once and no negative number, got {"
-                                << output << ": " << input << "}. Correct the numbers.";
+      TVM_FFI_THROW(ValueError)
+          << Where(options_)
+          << "aliases: expected each output at most once and no negative number, got {" << output
+          << ": " << input << "}. Correct the numbers.";
     }
   }
 }
@@ -274,18 +283,20 @@ bool Kernel::operator==(const Kernel& other) const {
 
 void Kernel::CheckCall(size_t inputs, size_t outputs, const Attributes& attributes) const {
   if (outputs == 0) {
-    TVM_FFI_THROW(ValueError) << Where(options_)
-                              << "outputs: expected at least one, got none. Say what the kernel writes.";
+    TVM_FFI_THROW(ValueError)
+        << Where(options_)
+        << "outputs: expected at least one, got none. Say what the kernel writes.";
   }
   if (options_.contiguous.size() > 1 && options_.contiguous.size() != inputs) {
-    TVM_FFI_THROW(ValueError) << Where(options_) << "contiguous: expected one flag for each of " << inputs
-                              << " inputs, got " << options_.contiguous.size() << ". Pass one bool for all.";
+    TVM_FFI_THROW(ValueError) << Where(options_) << "contiguous: expected one flag for each of "
+                              << inputs << " inputs, got " << options_.contiguous.size()
+                              << ". Pass one bool for all.";
   }
   for (const auto& [output, input] : options_.aliases) {
     if (static_cast<size_t>(output) >= outputs || static_cast<size_t>(input) >= inputs) {
       TVM_FFI_THROW(ValueError) << Where(options_) << "aliases: expected outputs below " << outputs
-                                << " and inputs below " << inputs << ", got {" << output << ": " << input
-                                << "}. Correct the numbers.";
+                                << " and inputs below " << inputs << ", got {" << output << ": "
+                                << input << "}. Correct the numbers.";
     }
   }
   if (attributes_follow_) return;
@@ -316,8 +327,9 @@ void Kernel::CheckCall(size_t inputs, size_t outputs, const Attributes& attribut
         ++named_attributes;
         if (std::none_of(attributes.begin(), attributes.end(),
                          [&](const auto& attribute) { return attribute.first == slot.name; })) {
-          TVM_FFI_THROW(ValueError) << Where(options_) << "attributes: expected " << slot.name
-                                    << ", which arg_spec names, got none. Pass " << slot.name << "=.";
+          TVM_FFI_THROW(ValueError)
+              << Where(options_) << "attributes: expected " << slot.name
+              << ", which arg_spec names, got none. Pass " << slot.name << "=.";
         }
         break;
       case Slot::Kind::kStream:
@@ -326,19 +338,22 @@ void Kernel::CheckCall(size_t inputs, size_t outputs, const Attributes& attribut
   }
   if (named_inputs != inputs) {
     TVM_FFI_THROW(ValueError) << Where(options_) << "inputs: expected the " << named_inputs
-                              << " that arg_spec names, got " << inputs << ". Name each input once.";
+                              << " that arg_spec names, got " << inputs
+                              << ". Name each input once.";
   }
   if (!returns_outputs_ && named_outputs != outputs) {
     TVM_FFI_THROW(ValueError) << Where(options_) << "outputs: expected the " << named_outputs
-                              << " that arg_spec names, got " << outputs << ". Name each output once.";
+                              << " that arg_spec names, got " << outputs
+                              << ". Name each output once.";
   }
   if (named_attributes != attributes.size()) {
     for (const auto& [name, value] : attributes) {
       if (std::none_of(slots_.begin(), slots_.end(), [&, &key = name](const Slot& slot) {
             return slot.kind == Slot::Kind::kAttribute && slot.name == key;
           })) {
-        TVM_FFI_THROW(ValueError) << Where(options_) << "attributes: expected those that arg_spec names, got "
-                                  << name << ". Add \"attrs." << name << "\" to arg_spec.";
+        TVM_FFI_THROW(ValueError) << Where(options_)
+                                  << "attributes: expected those that arg_spec names, got " << name
+                                  << ". Add \"attrs." << name << "\" to arg_spec.";
       }
     }
   }
@@ -394,15 +409,17 @@ std::pair<std::vector<mx::array>, std::vector<int>> KernelPrimitive::vmap(
 
 bool KernelPrimitive::is_equivalent(const mx::Primitive& other) const {
   const auto* peer = dynamic_cast<const KernelPrimitive*>(&other);
-  return peer != nullptr && call_->kernel->options().pure && *call_->kernel == *peer->call_->kernel &&
+  return peer != nullptr && call_->kernel->options().pure &&
+         *call_->kernel == *peer->call_->kernel &&
          Same(call_->attributes, peer->call_->attributes) && Same(*outputs_, *peer->outputs_);
 }
 
 std::vector<mx::Shape> KernelPrimitive::output_shapes(const std::vector<mx::array>&) {
-  TVM_FFI_THROW(ValueError) << Where(call_->kernel->options())
-                            << "outputs: expected a callable for shapes that are not known yet, as under "
-                               "mx.compile(shapeless=True), got fixed shapes. Pass "
-                               "outputs=lambda *arrays, **attributes: ... to mlx_tvm_ffi.op.";
+  TVM_FFI_THROW(ValueError)
+      << Where(call_->kernel->options())
+      << "outputs: expected a callable for shapes that are not known yet, as under "
+         "mx.compile(shapeless=True), got fixed shapes. Pass "
+         "outputs=lambda *arrays, **attributes: ... to mlx_tvm_ffi.op.";
   TVM_FFI_UNREACHABLE();
 }
 
@@ -421,9 +438,10 @@ std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,
   if (primitive->device() == mx::Device::gpu) {
     for (const ShapeDtype& output : outputs) {
       if (output.dtype != mx::float64) continue;
-      TVM_FFI_THROW(ValueError) << Where(call.kernel->options())
-                                << "outputs: expected a dtype that a GPU has, got float64. Use float32, or "
-                                   "stream=mx.cpu.";
+      TVM_FFI_THROW(ValueError)
+          << Where(call.kernel->options())
+          << "outputs: expected a dtype that a GPU has, got float64. Use float32, or "
+             "stream=mx.cpu.";
     }
   }
   if (outputs.size() == 1) {
@@ -441,20 +459,20 @@ std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,
 std::vector<mx::array> Call(const std::shared_ptr<const Kernel>& kernel,
                             const std::vector<mx::array>& inputs, std::vector<ShapeDtype> outputs,
                             Attributes attributes, const mx::StreamOrDevice& stream) {
-  mx::Stream where = std::holds_alternative<std::monostate>(stream) ? CurrentMlxStream()
-                                                                    : mx::to_stream(stream);
-  return Apply(std::make_shared<KernelPrimitive>(
-                   where,
-                   std::make_shared<const KernelCall>(KernelCall{kernel, std::move(attributes)}),
-                   std::make_shared<const std::vector<ShapeDtype>>(std::move(outputs))),
-               inputs);
+  mx::Stream where =
+      std::holds_alternative<std::monostate>(stream) ? CurrentMlxStream() : mx::to_stream(stream);
+  return Apply(
+      std::make_shared<KernelPrimitive>(
+          where, std::make_shared<const KernelCall>(KernelCall{kernel, std::move(attributes)}),
+          std::make_shared<const std::vector<ShapeDtype>>(std::move(outputs))),
+      inputs);
 }
 
 std::vector<mx::array> Call(const ffi::Function& function, const std::vector<mx::array>& inputs,
                             std::vector<ShapeDtype> outputs, Options options,
                             const mx::StreamOrDevice& stream) {
-  return Call(std::make_shared<const Kernel>(function, std::move(options)), inputs, std::move(outputs),
-              {}, stream);
+  return Call(std::make_shared<const Kernel>(function, std::move(options)), inputs,
+              std::move(outputs), {}, stream);
 }
 
 StreamRef ToStreamRef(const mx::Stream& stream) {

@@ -32,7 +32,8 @@ ffi::Any FromInteger(const std::string& op, const std::string& name, PyObject* v
   long long result = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
   if (overflow != 0) {
     throw py::value_error(Where(op, name) + "expected an integer that fits 64 bits, got " +
-                          py::str(number).cast<std::string>() + ". Pass it as a string or an array.");
+                          py::str(number).cast<std::string>() +
+                          ". Pass it as a string or an array.");
   }
   return static_cast<int64_t>(result);
 }
@@ -79,10 +80,11 @@ ffi::Any ToAttribute(const std::string& op, const std::string& name, PyObject* v
                     device.attr("index").cast<int>()};
   }
   bool is_array = AsArray(value) != nullptr;
-  throw py::type_error(Where(op, name) +
-                       "expected None, a bool, int, float, str, bytes, dtype, device, or a sequence of these, got " +
-                       Py_TYPE(value)->tp_name +
-                       (is_array ? ". Pass arrays as positional inputs." : ". Convert it first."));
+  throw py::type_error(
+      Where(op, name) +
+      "expected None, a bool, int, float, str, bytes, dtype, device, or a sequence of these, got " +
+      Py_TYPE(value)->tp_name +
+      (is_array ? ". Pass arrays as positional inputs." : ". Convert it first."));
 }
 
 }  // namespace mlx_tvm_ffi

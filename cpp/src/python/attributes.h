@@ -14,7 +14,8 @@ namespace mlx_tvm_ffi {
 
 /*!
  * \brief A value that owns all it refers to. With Python's lock held.
- * \throws TypeError for a type that is not carried, ValueError for an integer out of range; both name `op` and `name`.
+ * \throws TypeError for a type that is not carried, ValueError for an integer out of range; both
+ * name `op` and `name`.
  */
 tvm::ffi::Any ToAttribute(const std::string& op, const std::string& name, PyObject* value);
 

@@ -30,12 +30,11 @@ struct OpState {
   std::shared_ptr<const Kernel> kernel;
   std::shared_ptr<const KernelCall> plain;                 // the call without attributes
   std::shared_ptr<const std::vector<ShapeDtype>> outputs;  // null: the rules' callable says
-  std::shared_ptr<const Rules> rules;                      // null: neither callable outputs nor transforms
+  std::shared_ptr<const Rules> rules;  // null: neither callable outputs nor transforms
 };
 
 struct OpObject {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* weak_references;
   OpState state;
 };
@@ -59,8 +58,9 @@ ParsedCall ParseCall(const OpState& state, PyObject* const* args, size_t count, 
   for (size_t i = 0; i < count; ++i) {
     mx::array* array = AsArray(args[i]);
     if (array == nullptr) {
-      throw py::type_error(Where(state) + "input " + std::to_string(i) + ": expected an mlx.core.array, got " +
-                           Py_TYPE(args[i])->tp_name + ". Use mx.array(), or pass attributes by name.");
+      throw py::type_error(Where(state) + "input " + std::to_string(i) +
+                           ": expected an mlx.core.array, got " + Py_TYPE(args[i])->tp_name +
+                           ". Use mx.array(), or pass attributes by name.");
     }
     call.inputs.push_back(*array);
   }
@@ -71,7 +71,8 @@ ParsedCall ParseCall(const OpState& state, PyObject* const* args, size_t count, 
     if (name == stream_name || PyUnicode_Compare(name, stream_name) == 0) {
       std::optional<mx::StreamOrDevice> stream = AsStreamOrDevice(value);
       if (!stream.has_value()) {
-        throw py::type_error(Where(state) + "stream: expected an mlx.core.Stream, a device or None, got " +
+        throw py::type_error(Where(state) +
+                             "stream: expected an mlx.core.Stream, a device or None, got " +
                              Py_TYPE(value)->tp_name + ". Open a scope for other streams.");
       }
       call.stream = *stream;
@@ -87,7 +88,8 @@ ParsedCall ParseCall(const OpState& state, PyObject* const* args, size_t count, 
   return call;
 }
 
-std::shared_ptr<const std::vector<ShapeDtype>> OutputsOf(const OpState& state, const ParsedCall& call,
+std::shared_ptr<const std::vector<ShapeDtype>> OutputsOf(const OpState& state,
+                                                         const ParsedCall& call,
                                                          PyObject* const* args, size_t count) {
   if (state.outputs != nullptr) return state.outputs;
   py::tuple arrays(count);
@@ -125,7 +127,8 @@ PyObject* CallOp(PyObject* self, PyObject* const* args, size_t nargsf, PyObject*
     if (state.rules == nullptr) {
       primitive = std::make_shared<KernelPrimitive>(stream, std::move(bound), std::move(outputs));
     } else {
-      auto keywords = call.keywords ? std::make_shared<const HeldObject>(std::move(call.keywords)) : nullptr;
+      auto keywords =
+          call.keywords ? std::make_shared<const HeldObject>(std::move(call.keywords)) : nullptr;
       primitive = std::make_shared<PyPrimitive>(stream, std::move(bound), std::move(outputs),
                                                 state.rules, std::move(keywords));
     }
@@ -146,8 +149,9 @@ void DeallocateOp(PyObject* self) {
 }
 
 PyObject* ReprOp(PyObject* self) {
-  return PyUnicode_FromFormat("<mlx_tvm_ffi.Op %s>",
-                              reinterpret_cast<OpObject*>(self)->state.kernel->options().name.c_str());
+  return PyUnicode_FromFormat(
+      "<mlx_tvm_ffi.Op %s>",
+      reinterpret_cast<OpObject*>(self)->state.kernel->options().name.c_str());
 }
 
 PyObject* NameOfOp(PyObject* self, void*) {
@@ -171,9 +175,9 @@ PyTypeObject* MakeOpType() {
       {Py_tp_members, members},
       {Py_tp_getset, properties},
       {0, nullptr}};
-  static PyType_Spec spec = {"mlx_tvm_ffi.Op", sizeof(OpObject), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                             slots};
+  static PyType_Spec spec = {
+      "mlx_tvm_ffi.Op", sizeof(OpObject), 0,
+      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr) throw py::error_already_set();
   return reinterpret_cast<PyTypeObject*>(type);
@@ -187,8 +191,11 @@ bool python_kernels_made = false;
 // Functions made of Python callables share one entry point, whoever made them.
 bool IsPythonKernel(TVMFFIObject* function) {
   static const TVMFFISafeCallType kEntry = [] {
-    py::object probe = py::module_::import("tvm_ffi").attr("convert")(py::module_::import("builtins").attr("print"));
-    return TVMFFIFunctionGetCellPtr(reinterpret_cast<void*>(probe.attr("__chandle__")().cast<uintptr_t>()))->safe_call;
+    py::object probe = py::module_::import("tvm_ffi").attr("convert")(
+        py::module_::import("builtins").attr("print"));
+    return TVMFFIFunctionGetCellPtr(
+               reinterpret_cast<void*>(probe.attr("__chandle__")().cast<uintptr_t>()))
+        ->safe_call;
   }();
   return TVMFFIFunctionGetCellPtr(function)->safe_call == kEntry;
 }
@@ -215,7 +222,12 @@ py::object MakeOp(uintptr_t function, const std::string& name, std::vector<std::
   TVMFFIAny view{};
   view.type_index = kTVMFFIFunction;
   view.v_obj = reinterpret_cast<TVMFFIObject*>(function);
-  Options options{name, std::move(arg_spec), std::move(contiguous), std::move(aliases), pure, capture,
+  Options options{name,
+                  std::move(arg_spec),
+                  std::move(contiguous),
+                  std::move(aliases),
+                  pure,
+                  capture,
                   batching == "sequential"  ? Vmap::kSequential
                   : batching == "broadcast" ? Vmap::kBroadcast
                                             : Vmap::kNone};

@@ -1,6 +1,7 @@
 /*!
  * \file op_type.h
- * \brief mlx_tvm_ffi.Op: a callable type of its own, so that a call costs no argument tuple and no dict.
+ * \brief mlx_tvm_ffi.Op: a callable type of its own, so that a call costs no argument tuple and no
+ * dict.
  */
 #ifndef MLX_TVM_FFI_PYTHON_OP_TYPE_H_
 #define MLX_TVM_FFI_PYTHON_OP_TYPE_H_

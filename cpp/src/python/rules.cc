@@ -43,7 +43,8 @@ ShapeDtype ReadSpec(const std::string& op, py::handle spec) {
                          TypeName(spec.attr("dtype")) + ". Use one like mx.float32.");
   }
   if (!py::isinstance<py::sequence>(shape_object) || py::isinstance<py::str>(shape_object)) {
-    throw py::type_error(Where(op) + "outputs: expected a shape that is a sequence of integers, got " +
+    throw py::type_error(Where(op) +
+                         "outputs: expected a shape that is a sequence of integers, got " +
                          TypeName(shape_object) + ". Use a tuple.");
   }
   ShapeDtype result{{}, *dtype};
@@ -98,40 +99,43 @@ py::dict Keywords(const std::shared_ptr<const HeldObject>& keywords) {
   return keywords == nullptr ? py::dict() : py::reinterpret_borrow<py::dict>(keywords->get());
 }
 
-// The arrays a rule returned: one, or a sequence; `count` of them. None where `optional` gives nothing.
+// The arrays a rule returned: one, or a sequence; `count` of them. None where `optional` gives
+// nothing.
 std::vector<std::optional<mx::array>> ReadArrays(const std::string& op, const char* rule,
                                                  py::handle result, size_t count, bool optional) {
-  py::tuple items = AsArray(result.ptr()) != nullptr || (result.is_none() && count == 1)
-                        ? py::make_tuple(result)
-                    : py::isinstance<py::sequence>(result)
-                        ? py::tuple(py::reinterpret_borrow<py::sequence>(result))
-                        : throw py::type_error(Where(op) + rule + ": expected a rule that returns arrays, got " +
-                                               TypeName(result) + ". Return a tuple of arrays.");
+  py::tuple items =
+      AsArray(result.ptr()) != nullptr || (result.is_none() && count == 1) ? py::make_tuple(result)
+      : py::isinstance<py::sequence>(result)
+          ? py::tuple(py::reinterpret_borrow<py::sequence>(result))
+          : throw py::type_error(Where(op) + rule + ": expected a rule that returns arrays, got " +
+                                 TypeName(result) + ". Return a tuple of arrays.");
   if (items.size() != count) {
-    throw py::value_error(Where(op) + rule + ": expected a rule that returns " + std::to_string(count) +
-                          " arrays, got " + std::to_string(items.size()) + ". Return one for each.");
+    throw py::value_error(Where(op) + rule + ": expected a rule that returns " +
+                          std::to_string(count) + " arrays, got " + std::to_string(items.size()) +
+                          ". Return one for each.");
   }
   std::vector<std::optional<mx::array>> arrays;
   for (py::handle item : items) {
     mx::array* array = AsArray(item.ptr());
     if (array == nullptr && !(optional && item.is_none())) {
-      throw py::type_error(Where(op) + rule + ": expected a rule that returns arrays, got " + TypeName(item) +
-                           ". Return mlx.core.array objects.");
+      throw py::type_error(Where(op) + rule + ": expected a rule that returns arrays, got " +
+                           TypeName(item) + ". Return mlx.core.array objects.");
     }
     arrays.push_back(array == nullptr ? std::nullopt : std::optional(*array));
   }
   return arrays;
 }
 
-void ExpectLike(const std::string& op, const char* rule, const mx::array& got, const mx::array& like) {
+void ExpectLike(const std::string& op, const char* rule, const mx::array& got,
+                const mx::array& like) {
   if (got.shape() == like.shape()) return;
   auto text = [](const mx::Shape& shape) {
     std::string result = "(";
     for (int dim : shape) result += std::to_string(dim) + ", ";
     return result + ")";
   };
-  throw py::value_error(Where(op) + rule + ": expected an array of shape " + text(like.shape()) + ", got " +
-                        text(got.shape()) + ". Correct the rule.");
+  throw py::value_error(Where(op) + rule + ": expected an array of shape " + text(like.shape()) +
+                        ", got " + text(got.shape()) + ". Correct the rule.");
 }
 
 // From here on a thread that asks for Python's lock never runs again.
@@ -160,17 +164,20 @@ std::vector<ShapeDtype> ReadOutputs(const std::string& op, py::handle outputs) {
   } else if (py::isinstance<py::sequence>(outputs) && !py::isinstance<py::str>(outputs)) {
     for (py::handle spec : py::reinterpret_borrow<py::sequence>(outputs)) {
       if (!IsSpec(spec)) {
-        throw py::type_error(Where(op) + "outputs: expected things with .shape and .dtype, got " + TypeName(spec) +
-                             ". Use mlx_tvm_ffi.ShapeDtype.");
+        throw py::type_error(Where(op) + "outputs: expected things with .shape and .dtype, got " +
+                             TypeName(spec) + ". Use mlx_tvm_ffi.ShapeDtype.");
       }
       specs.push_back(ReadSpec(op, spec));
     }
     if (specs.empty()) {
-      throw py::value_error(Where(op) + "outputs: expected at least one, got none. Say what the kernel writes.");
+      throw py::value_error(
+          Where(op) + "outputs: expected at least one, got none. Say what the kernel writes.");
     }
   } else {
-    throw py::type_error(Where(op) + "outputs: expected something with .shape and .dtype, or a sequence of those, got " +
-                         TypeName(outputs) + ". Use mlx_tvm_ffi.ShapeDtype.");
+    throw py::type_error(
+        Where(op) +
+        "outputs: expected something with .shape and .dtype, or a sequence of those, got " +
+        TypeName(outputs) + ". Use mlx_tvm_ffi.ShapeDtype.");
   }
   return specs;
 }
@@ -184,10 +191,12 @@ PyPrimitive::PyPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> ca
       keywords_(std::move(keywords)) {}
 
 void PyPrimitive::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  // Who evaluates with Python's lock, as mx.save does, goes on to wait with it: the kernel would never run.
+  // Who evaluates with Python's lock, as mx.save does, goes on to wait with it: the kernel would
+  // never run.
   if (rules_->python_kernel && PyGILState_Check() == 1) {
-    TVM_FFI_THROW(RuntimeError) << Where(name()) << "evaluation: expected a wait that releases Python's lock, which this "
-                                << "Python kernel needs, got one that holds it. Call mx.eval on the arrays first.";
+    TVM_FFI_THROW(RuntimeError)
+        << Where(name()) << "evaluation: expected a wait that releases Python's lock, which this "
+        << "Python kernel needs, got one that holds it. Call mx.eval on the arrays first.";
   }
   KernelPrimitive::eval_cpu(inputs, outputs);
 }
@@ -200,8 +209,8 @@ std::vector<mx::array> PyPrimitive::vjp(const std::vector<mx::array>& primals,
   if (rules_->vjp.get().is_none()) {
     return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
   }
-  py::object result = rules_->vjp.get()(ToTuple(primals), ToOneOrTuple(cotangents), ToOneOrTuple(outputs),
-                                        **Keywords(keywords_));
+  py::object result = rules_->vjp.get()(ToTuple(primals), ToOneOrTuple(cotangents),
+                                        ToOneOrTuple(outputs), **Keywords(keywords_));
   auto gradients = ReadArrays(name(), "vjp", result, primals.size(), true);
   std::vector<mx::array> chosen;
   for (int i : argnums) {
@@ -243,7 +252,8 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
   }
   py::object result = rules_->vmap.get()(ToTuple(inputs), py_axes, **Keywords(keywords_));
   if (!py::isinstance<py::tuple>(result) || py::len(result) != 2) {
-    throw py::type_error(Where(name()) + "vmap: expected a rule that returns (outputs, axes), got " +
+    throw py::type_error(Where(name()) +
+                         "vmap: expected a rule that returns (outputs, axes), got " +
                          TypeName(result) + ". Return a tuple of two.");
   }
   size_t count = outputs()->size();
@@ -256,8 +266,9 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
   std::vector<int> chosen;
   for (py::handle axis : out_axes) chosen.push_back(axis.is_none() ? -1 : axis.cast<int>());
   if (chosen.size() != count) {
-    throw py::value_error(Where(name()) + "vmap: expected an axis for each of " + std::to_string(count) +
-                          " outputs, got " + std::to_string(chosen.size()) + ". Use None for one without a batch.");
+    throw py::value_error(Where(name()) + "vmap: expected an axis for each of " +
+                          std::to_string(count) + " outputs, got " + std::to_string(chosen.size()) +
+                          ". Use None for one without a batch.");
   }
   return {arrays, chosen};
 }

@@ -1,6 +1,7 @@
 /*!
  * \file rules.h
- * \brief What an op has from Python: its outputs, gradients and vmap as callables, and the call as a node that uses them.
+ * \brief What an op has from Python: its outputs, gradients and vmap as callables, and the call as
+ * a node that uses them.
  */
 #ifndef MLX_TVM_FFI_PYTHON_RULES_H_
 #define MLX_TVM_FFI_PYTHON_RULES_H_
@@ -32,15 +33,17 @@ class HeldObject {
 
 /*! \brief Python's rules for an op; None where there is none. Immutable. */
 struct Rules {
-  HeldObject outputs;  // callable (*arrays, **attributes) -> specs, or None where the outputs are fixed
-  HeldObject vjp;      // callable (primals, cotangents, outputs, **attributes) -> arrays
-  HeldObject jvp;      // callable (primals, tangents, outputs, **attributes) -> arrays
+  HeldObject
+      outputs;     // callable (*arrays, **attributes) -> specs, or None where the outputs are fixed
+  HeldObject vjp;  // callable (primals, cotangents, outputs, **attributes) -> arrays
+  HeldObject jvp;  // callable (primals, tangents, outputs, **attributes) -> arrays
   HeldObject vmap;     // callable (inputs, axes, **attributes) -> (outputs, axes)
   bool python_kernel;  // the kernel takes Python's lock
 };
 
 /*!
- * \brief Reads what a user says of outputs: something with .shape and .dtype, or a sequence of those.
+ * \brief Reads what a user says of outputs: something with .shape and .dtype, or a sequence of
+ * those.
  * \throws TypeError or ValueError, naming `op`.
  */
 std::vector<ShapeDtype> ReadOutputs(const std::string& op, pybind11::handle outputs);
