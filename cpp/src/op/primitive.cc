@@ -81,10 +81,9 @@ bool MayDonate(const mx::array& input) {
   constexpr size_t kSlackBytes = 16384;
   if (!input.is_donatable() || !input.flags().row_contiguous) return false;
 #if MLX_VERSION_NUMERIC < 32004
-  // Memory of numpy or torch counts as donatable before 0.32.4; MLX's own is freed by its
-  // allocator.
-  auto* deleter = input.data_shared_ptr()->d.target<void (*)(mx::allocator::Buffer)>();
-  if (deleter == nullptr || *deleter != &mx::allocator::free) return false;
+  // Memory of numpy or torch counts as donatable before 0.32.4, and is freed by a closure; MLX's own
+  // is by its function, whose address is another in each library.
+  if (input.data_shared_ptr()->d.target<void (*)(mx::allocator::Buffer)>() == nullptr) return false;
 #endif
   return input.buffer_size() <= input.nbytes() + kSlackBytes;
 }
