@@ -381,7 +381,7 @@ StreamState& StateOf(const mx::Stream& stream) {
   for (auto& state : states) {
     if (state->stream == stream) return *state;
   }
-  auto interface = MakeStream(std::make_shared<MetalStream>(stream.device, stream));
+  auto interface = MakeMlxStream(std::make_shared<MetalStream>(stream.device, stream));
   return *states.emplace_back(std::make_unique<StreamState>(stream, std::move(interface)));
 }
 
@@ -408,7 +408,7 @@ class MetalBackend final : public Backend {
   DLDevice ToDLDevice(const mx::Device& device) const override { return {kDLMetal, device.index}; }
 
   StreamRef MakeInterface(const mx::Device& device, std::optional<mx::Stream> stream) override {
-    return MakeStream(std::make_shared<MetalStream>(device, stream));
+    return MakeMlxStream(std::make_shared<MetalStream>(device, stream));
   }
 
   void Address(const mx::array& array, DLTensor* tensor) const override {
