@@ -55,7 +55,7 @@ def _backends() -> Iterator[tuple[str, str]]:
             f"{sys.executable} -m pip install 'mlx[cuda13]=={_versions.check_mlx()}'",
         )
     elif not list((_installed() / "lib").glob("libmlx_tvm_ffi_cuda.*")):
-        yield "cuda", "missing: built without CUDA's headers. Install the CUDA toolkit and rebuild"
+        yield "cuda", "missing: needs a build with MLX 0.32.4 or later, which exports its encoder"
     else:
         yield "cuda", "works"
 
