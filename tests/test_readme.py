@@ -36,6 +36,7 @@ def test_python_blocks_run_from_top_to_bottom(run_python):
     lines = [""] * README.count("\n")
     for number, line in lines_of("python"):
         lines[number - 1] = line  # so that a traceback names the README's line
+    lines.append("assert y.tolist() == [0, 3, 6, 9]; assert gradient.tolist() == [3, 3, 3, 3]")
     run_python("\n".join(lines), limit=300)
 
 
