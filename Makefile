@@ -12,7 +12,7 @@ DEVICE ?= cpu
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 # tvm-ffi's load_inline finds ninja, and keeps its builds in the checkout.
-RUN = PATH="$(CURDIR)/$(BIN):$$PATH" TVM_FFI_CACHE_DIR=$(CURDIR)/build/tvm_ffi $(BIN)/python
+RUN = PATH="$(CURDIR)/$(BIN):$$PATH" TVM_FFI_CACHE_DIR=$(CURDIR)/build/tvm_ffi/$(VENV) $(BIN)/python
 
 .PHONY: build demo test wheel-test lint bench bench-run clean
 

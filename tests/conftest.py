@@ -26,7 +26,7 @@ DEVICE = os.environ.get("DEVICE", "cpu")
 def pytest_configure() -> None:
     """Make DEVICE MLX's default device; let builds find this environment's tools and stay here."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    os.environ["TVM_FFI_CACHE_DIR"] = str(ROOT / "build" / "tvm_ffi")
+    os.environ["TVM_FFI_CACHE_DIR"] = str(ROOT / "build" / "tvm_ffi" / Path(sys.prefix).name)
     if DEVICE not in ("cpu", "gpu"):
         message = f"DEVICE: expected cpu or gpu, got {DEVICE!r}."
         raise pytest.UsageError(message)
@@ -60,7 +60,7 @@ def device() -> mx.Device:
 @pytest.fixture(scope="session")
 def library_path() -> Callable[[str], Path]:
     """Give the path of the kernel library made from cpp/tests/NAME.cc. Built once a session."""
-    build = ROOT / "build" / "cpp_tests" / f"{sys.implementation.cache_tag}-{Path(sys.prefix).name}"
+    build = ROOT / "build" / "cpp_tests" / Path(sys.prefix).name
     configure = [
         *("cmake", "-S", str(ROOT / "cpp" / "tests"), "-B", str(build), "-G", "Ninja"),
         f"-DPython_EXECUTABLE={sys.executable}",
