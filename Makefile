@@ -41,11 +41,12 @@ lint: build $(VENV)/.test $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/stubtest mlx_tvm_ffi._core
 
+# Apart, since it brings PyTorch. A benchmark that this machine cannot run says so.
 bench:
 	$(MAKE) --no-print-directory VENV=.venv-bench bench-run
 
 bench-run: build $(VENV)/.bench
-	$(RUN) benchmarks/cpu.py
+	set -e; for benchmark in benchmarks/*.py; do $(RUN) $$benchmark; done
 
 clean:
 	rm -rf build dist .venv*
