@@ -59,12 +59,16 @@ def device() -> mx.Device:
 
 @pytest.fixture(scope="session")
 def library_path() -> Callable[[str], Path]:
-    """Give the path of the kernel library made from cpp/tests/NAME.cc. Built once a session."""
-    build = ROOT / "build" / "cpp_tests" / Path(sys.prefix).name
+    """Give the path of the kernel library made from cpp/tests/NAME.cc. Built once a session.
+
+    With DEVICE=gpu on CUDA also from NAME.cu, and what loops with device.h runs on the GPU.
+    """
+    build = ROOT / "build" / "cpp_tests" / f"{Path(sys.prefix).name}-{DEVICE}"
     configure = [
         *("cmake", "-S", str(ROOT / "cpp" / "tests"), "-B", str(build), "-G", "Ninja"),
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dtvm_ffi_ROOT={tvm_ffi.libinfo.find_cmake_path()}",
+        f"-DMLX_TVM_FFI_TESTS_CUDA={DEVICE == 'gpu' and mx.cuda.is_available()}",
     ]
     for command in (configure, ["cmake", "--build", str(build)]):
         result = subprocess.run(command, capture_output=True, text=True, check=False)
