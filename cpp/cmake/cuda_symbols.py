@@ -21,15 +21,15 @@ CHECKED = re.compile("3mlx4core|mlx_tvm_ffi|TVMFFI")
 
 
 def symbols(library: Path, option: str) -> dict[str, str]:
-    """Names in a library's dynamic table, without versions, and their kinds."""
-    command = ["nm", "-D", "-P", option, library]
+    """Read names and their kinds from a library's dynamic table, without versions."""
+    command = ["nm", "-D", "-P", option, str(library)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     fields = map(str.split, listing.splitlines())
     return {name.split("@")[0]: kind for name, kind, *_ in fields}
 
 
 def plain(name: str) -> str:
-    """The name as C++ has it."""
+    """Give the name as C++ has it."""
     command = ["c++filt", name]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
