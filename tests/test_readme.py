@@ -29,7 +29,15 @@ def lines_of(language: str) -> list[tuple[int, str]]:
 
 
 def test_no_block_is_of_a_language_that_nothing_here_checks():
-    assert {language for _, language, _ in BLOCKS} <= {"python", "sh"}
+    assert {language for _, language, _ in BLOCKS} <= {"python", "sh", "cpp", "cmake"}
+
+
+@pytest.mark.parametrize(("language", "files"), [("cpp", "*.cc"), ("cmake", "CMakeLists.txt")])
+def test_lines_are_those_of_the_examples(language, files):
+    examples = {
+        line for file in (ROOT / "examples").rglob(files) for line in file.read_text().splitlines()
+    }
+    assert [line for _, line in lines_of(language) if line not in examples] == []
 
 
 def test_python_blocks_run_from_top_to_bottom(run_python):
