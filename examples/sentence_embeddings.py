@@ -6,8 +6,8 @@
 
 Everything between the model's matrix products (layer norm with the residual, GELU, masked softmax,
 mean pooling) is a tvm-ffi kernel from ``sentence_kernels.cc``, compiled when first needed. The rest
-is MLX, and ``mx.compile`` sees one graph. The times at the end are those of the whole model, most of
-which are MLX's matrix products with either.
+is MLX, and ``mx.compile`` sees one graph. The times at the end are the whole
+model's, most of it MLX's matrix products in either case.
 """
 
 from __future__ import annotations
