@@ -158,14 +158,14 @@ class MLX_TVM_FFI_API KernelPrimitive : public mx::Primitive {
 /*!
  * \brief Adds a call to the graph: the arrays that `primitive` makes of `inputs`, not yet
  * evaluated.
- * \throws tvm::ffi::Error ValueError where inputs, outputs or attributes do not fit the kernel.
+ * \throws tvm::ffi::Error ValueError where primitive, inputs, outputs or attributes do not fit.
  */
 MLX_TVM_FFI_API std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,
                                              const std::vector<mx::array>& inputs);
 
 /*!
  * \brief A lazy call of `kernel`.
- * \param stream Where it runs; by default this thread's innermost scope, else MLX's default stream.
+ * \param stream As ToStream takes it.
  */
 MLX_TVM_FFI_API std::vector<mx::array> Call(const std::shared_ptr<const Kernel>& kernel,
                                             const std::vector<mx::array>& inputs,
@@ -178,6 +178,10 @@ MLX_TVM_FFI_API std::vector<mx::array> Call(const tvm::ffi::Function& function,
                                             const std::vector<mx::array>& inputs,
                                             std::vector<ShapeDtype> outputs, Options options = {},
                                             const mx::StreamOrDevice& stream = {});
+
+/*! \brief Where an op goes: `stream`; by default this thread's innermost scope, else MLX's default.
+ */
+MLX_TVM_FFI_API mx::Stream ToStream(const mx::StreamOrDevice& stream = {});
 
 /*! \brief The stream interface of an MLX stream, to open a StreamScope with. Any thread. */
 MLX_TVM_FFI_API StreamRef ToStreamRef(const mx::Stream& stream);

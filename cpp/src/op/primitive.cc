@@ -81,8 +81,8 @@ bool MayDonate(const mx::array& input) {
   constexpr size_t kSlackBytes = 16384;
   if (!input.is_donatable() || !input.flags().row_contiguous) return false;
 #if MLX_VERSION_NUMERIC < 32004
-  // Memory of numpy or torch counts as donatable before 0.32.4, and is freed by a closure; MLX's own
-  // is by its function, whose address is another in each library.
+  // Memory of numpy or torch counts as donatable before 0.32.4, and is freed by a closure; MLX's
+  // own is by its function, whose address is another in each library.
   if (input.data_shared_ptr()->d.target<void (*)(mx::allocator::Buffer)>() == nullptr) return false;
 #endif
   return input.buffer_size() <= input.nbytes() + kSlackBytes;
@@ -201,6 +201,22 @@ std::vector<mx::array> MapSequentially(KernelPrimitive& primitive,
                                  : mx::stack(parts[i], 0, primitive.stream()));
   }
   return outputs;
+}
+
+void CheckShape(const Options& options, const ShapeDtype& output) {
+  uint64_t bytes = mx::size_of(output.dtype);
+  for (mx::ShapeElem size : output.shape) {
+    if (size < 0) {
+      TVM_FFI_THROW(ValueError) << Where(options) << "outputs: expected sizes of 0 or more, got "
+                                << size << ". Correct the shape.";
+    }
+    if (size != 0 && bytes > static_cast<uint64_t>(INT64_MAX) / static_cast<uint64_t>(size)) {
+      TVM_FFI_THROW(ValueError)
+          << Where(options)
+          << "outputs: expected fewer than 2**63 bytes, got more. Correct the shape.";
+    }
+    bytes *= static_cast<uint64_t>(size);
+  }
 }
 
 // One call with the batch in front of every input and output.
@@ -431,9 +447,22 @@ std::shared_ptr<KernelPrimitive> KernelPrimitive::Clone(
 
 std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,
                              const std::vector<mx::array>& inputs) {
+  if (primitive == nullptr || primitive->call() == nullptr ||
+      primitive->call()->kernel == nullptr || primitive->outputs() == nullptr) {
+    TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.Apply] primitive: expected one with a kernel and "
+                                 "outputs, got null. Make them first.";
+  }
   const KernelCall& call = *primitive->call();
   const std::vector<ShapeDtype>& outputs = *primitive->outputs();
   call.kernel->CheckCall(inputs.size(), outputs.size(), call.attributes);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].id() == 0) {
+      TVM_FFI_THROW(ValueError) << Where(call.kernel->options())
+                                << "inputs: expected arrays, got number " << i
+                                << " without a value. It was moved from.";
+    }
+  }
+  for (const ShapeDtype& output : outputs) CheckShape(call.kernel->options(), output);
   if (primitive->device() == mx::Device::gpu) {
     for (const ShapeDtype& output : outputs) {
       if (output.dtype != mx::float64) continue;
@@ -458,13 +487,11 @@ std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,
 std::vector<mx::array> Call(const std::shared_ptr<const Kernel>& kernel,
                             const std::vector<mx::array>& inputs, std::vector<ShapeDtype> outputs,
                             Attributes attributes, const mx::StreamOrDevice& stream) {
-  mx::Stream where =
-      std::holds_alternative<std::monostate>(stream) ? CurrentMlxStream() : mx::to_stream(stream);
-  return Apply(
-      std::make_shared<KernelPrimitive>(
-          where, std::make_shared<const KernelCall>(KernelCall{kernel, std::move(attributes)}),
-          std::make_shared<const std::vector<ShapeDtype>>(std::move(outputs))),
-      inputs);
+  return Apply(std::make_shared<KernelPrimitive>(
+                   ToStream(stream),
+                   std::make_shared<const KernelCall>(KernelCall{kernel, std::move(attributes)}),
+                   std::make_shared<const std::vector<ShapeDtype>>(std::move(outputs))),
+               inputs);
 }
 
 std::vector<mx::array> Call(const ffi::Function& function, const std::vector<mx::array>& inputs,
@@ -472,6 +499,11 @@ std::vector<mx::array> Call(const ffi::Function& function, const std::vector<mx:
                             const mx::StreamOrDevice& stream) {
   return Call(std::make_shared<const Kernel>(function, std::move(options)), inputs,
               std::move(outputs), {}, stream);
+}
+
+mx::Stream ToStream(const mx::StreamOrDevice& stream) {
+  return std::holds_alternative<std::monostate>(stream) ? CurrentMlxStream()
+                                                        : mx::to_stream(stream);
 }
 
 StreamRef ToStreamRef(const mx::Stream& stream) {

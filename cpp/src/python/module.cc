@@ -1,4 +1,5 @@
 // The extension module: bindings, no logic.
+#include <mlx_tvm_ffi/pybind11.h>
 #include <pybind11/pybind11.h>
 
 #include "array/py_array.h"
@@ -14,4 +15,7 @@ PYBIND11_MODULE(_core, module) {
   InstallExchange();
   BindOp(module);
   BindStream(module);
+  static const PyArrayApi array_api{MLX_VERSION_NUMERIC, AsArray, FromArray, AsStreamOrDevice,
+                                    SetPythonError};
+  module.attr("array_api") = pybind11::capsule(&array_api, kPyArrayApiName);
 }

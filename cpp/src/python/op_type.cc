@@ -117,9 +117,7 @@ PyObject* CallOp(PyObject* self, PyObject* const* args, size_t nargsf, PyObject*
     size_t count = static_cast<size_t>(PyVectorcall_NARGS(nargsf));
     ParsedCall call = ParseCall(state, args, count, names);
     auto outputs = OutputsOf(state, call, args, count);
-    mx::Stream stream = std::holds_alternative<std::monostate>(call.stream)
-                            ? CurrentMlxStream()
-                            : mx::to_stream(call.stream);
+    mx::Stream stream = ToStream(call.stream);
     auto bound = call.attributes.empty() ? state.plain
                                          : std::make_shared<const KernelCall>(KernelCall{
                                                state.kernel, std::move(call.attributes)});
