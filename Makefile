@@ -14,7 +14,7 @@ PIP = $(BIN)/python -m pip
 # tvm-ffi's load_inline finds ninja, and keeps its builds in the checkout.
 RUN = PATH="$(CURDIR)/$(BIN):$$PATH" TVM_FFI_CACHE_DIR=$(CURDIR)/build/tvm_ffi/$(VENV) $(BIN)/python
 
-.PHONY: build demo test wheel-test lint bench bench-run clean
+.PHONY: build demo test wheel-test metal lint bench bench-run clean
 
 demo: build $(VENV)/.examples $(VENV)/.model
 	$(RUN) examples/sentence_embeddings.py
@@ -33,6 +33,13 @@ wheel-test:
 	$(PIP) wheel -q --no-deps -w build/wheel .
 	$(PIP) install -q "$$(echo build/wheel/*.whl)[cpu]"
 	cd build/wheel && $(CURDIR)/$(BIN)/python -m pytest -c ../../pyproject.toml ../../tests $(ARGS)
+
+# Metal without a Mac: cpp/tests/metal/README.md.
+metal: VENV = .venv-metal
+metal:
+	$(MAKE) --no-print-directory VENV=.venv-metal .venv-metal/.build .venv-metal/.metal
+	$(RUN) cpp/tests/metal/build.py install
+	$(RUN) cpp/tests/metal/build.py run $(BIN)/python -m pytest tests/metal $(ARGS)
 
 lint: build $(VENV)/.test $(VENV)/.lint
 	$(BIN)/ruff check

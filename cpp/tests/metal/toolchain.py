@@ -1,14 +1,21 @@
-"""Compilers from PyPI's ziglang: for this machine with blocks, and for macOS."""
+"""Compilers from PyPI's ziglang, for this machine and for macOS, and MLX's macOS packages.
+
+As a program it is the compiler for this machine, for CMake.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+import zipfile
 from functools import cache
 from pathlib import Path
 
 import ziglang
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
 ZIG = Path(ziglang.__file__).parent / "zig"
 SIM_INCLUDE = HERE / "sim" / "include"
 MACOS_TARGET = "aarch64-macos.14.0"
@@ -39,3 +46,26 @@ def macos_cxx() -> list[str]:
     """Return the command of a compiler for arm64 macOS 14."""
     # Without an optimisation zig turns UBSan on, whose symbols nothing here has.
     return [str(ZIG), "c++", "-target", MACOS_TARGET, "-std=c++20", "-O1", "-fvisibility=hidden"]
+
+
+def mlx_metal(version: str) -> Path:
+    """Return the folder ``mlx`` of the macOS package of an MLX version, fetched from PyPI once."""
+    folder = ROOT / "build" / "metal" / f"mlx-metal-{version}"
+    if not folder.exists():
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+        platform = ["--platform=macosx_14_0_arm64", "--python-version=3.11"]
+        target = folder.with_name("wheels")
+        subprocess.run([*pip, *platform, "-d", target, f"mlx-metal=={version}"], check=True)
+        (wheel,) = target.glob(f"mlx_metal-{version}-*.whl")
+        fresh = folder.with_name(f"{folder.name}.{os.getpid()}")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(fresh)
+        fresh.rename(folder)
+    return folder / "mlx"
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    if "-c" in arguments:
+        os.execv(ZIG, [*host_cxx(), *arguments])
+    os.execvp("g++", ["g++", *arguments])

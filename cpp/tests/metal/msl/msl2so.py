@@ -1,8 +1,8 @@
 """Compile simple MSL for this machine: ``msl2so.py IN.metal OUT.so``.
 
-Buffers, scalars, thread positions, threadgroup memory, barriers, sums in a simdgroup, half and
-vectors work. Templates, ``host_name``, swizzles, function constants, textures and simdgroup
-matrices do not.
+Buffers, scalars, thread positions, threadgroup memory, barriers, sums in a simdgroup, half, vectors
+and function constants work. Templates, ``host_name``, swizzles, textures and simdgroup matrices do
+not.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SCALARS = {
     "threads_per_simdgroup": "32",
     "simdgroups_per_threadgroup": "((p.threads_in_group + 31) / 32)",
 }
+KERNEL = r"(?:\[\[\s*kernel\b[^\]]*\]\]|\bkernel)\s+void\s+(\w+)\s*\("
 ENTRY = """
 METAL_SIM_EXPORT unsigned long metal_slots_{name} = {slots}ull;
 METAL_SIM_EXPORT void metal_kernel_{name}(const metal_sim::Dispatch* d) {{
@@ -93,17 +94,19 @@ def closing(text: str, opening: int) -> int:
         depth += (text[i] == "(") - (text[i] == ")")
         if depth == 0:
             return i
-    raise SystemExit("error: unbalanced parentheses")
+    sys.exit("error: unbalanced parentheses")
 
 
 def argument(parameter: str) -> tuple[str, int]:
     """Return the expression that a kernel's parameter gets, and the bits of its slot."""
     attribute = re.search(r"\[\[\s*(.*?)\s*\]\]", parameter)
     if attribute is None:
-        raise SystemExit(f"error: parameter without an attribute: {parameter}")
+        sys.exit(f"error: parameter without an attribute: {parameter}")
     name = attribute.group(1)
     declaration = re.sub(r"\[\[.*?\]\]", "", parameter).strip()
-    kind = re.sub(r"\b(device|constant|threadgroup|thread|const|restrict)\b", "", declaration)
+    kind = re.sub(
+        r"\b(device|constant|threadgroup|thread|const|restrict|__restrict)\b", "", declaration
+    )
     kind = re.sub(r"\w+\s*$", "", kind).strip()
     index = re.search(r"\(\s*(\d+)\s*\)", name)
     if name.startswith("buffer") and index:
@@ -119,16 +122,28 @@ def argument(parameter: str) -> tuple[str, int]:
         return f"{kind}({', '.join(f'p.{POSITIONS[name]}.{axis}' for axis in axes)})", 0
     if name in SCALARS:
         return SCALARS[name], 0
-    raise SystemExit(f"error: unknown attribute [[{name}]]")
+    sys.exit(f"error: unknown attribute [[{name}]]")
+
+
+def take_constants(source: str) -> tuple[str, str]:
+    """Make function constants variables that the simulator sets; return their table too."""
+    pattern = r"\bconstant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\s*\(\s*(\d+)\s*\)\s*\]\]"
+    rows = [
+        f'{{"{name}", {index}, &{name}, sizeof({name})}},'
+        for _, name, index in re.findall(pattern, source)
+    ]
+    table = "METAL_SIM_EXPORT const metal_sim::Constant metal_constants[] = {"
+    return re.sub(pattern, r"static \1 \2", source), f"{table}{''.join(rows)}{{}}}};\n"
 
 
 def convert(source: str) -> str:
     """Return C++ for the host."""
     source = re.sub(r"//[^\n]*", "", source)
     source = re.sub(r"/\*.*?\*/", "", source, flags=re.S)
+    source, constants = take_constants(source)
     has_barriers = bool(re.search(r"_barrier\s*\(|\bsimd_\w+\s*\(", source))
     entries, names = "", []
-    for match in re.finditer(r"(?:\[\[\s*kernel\s*\]\]|\bkernel)\s+void\s+(\w+)\s*\(", source):
+    for match in re.finditer(KERNEL, source):
         parameters = source[match.end() : closing(source, match.end() - 1)]
         arguments = [argument(parameter) for parameter in split_parameters(parameters)]
         slots = 0
@@ -142,7 +157,7 @@ def convert(source: str) -> str:
             has_barriers=str(has_barriers).lower(),
         )
     if not names:
-        raise SystemExit("error: no kernel in the source")
+        sys.exit("error: no kernel in the source")
     # Threadgroup arrays are one per group that runs; elsewhere the qualifier means nothing.
     source = re.sub(
         r"\bthreadgroup\s+((?:\w|<|>|::)+\s+\w+\s*\[)", r"static thread_local \1", source
@@ -155,6 +170,7 @@ def convert(source: str) -> str:
         '#define METAL_SIM_EXPORT extern "C" __attribute__((visibility("default")))\n'
         f'#line 1 "kernel.metal"\n{source}{entries}'
         f"METAL_SIM_EXPORT const char* const metal_kernel_names[] = {{{list_of_names}, nullptr}};\n"
+        f"{constants}"
     )
 
 

@@ -451,7 +451,7 @@ bool CommandBuffer::RunDispatch(const Item& encoder, Command& command, int epoch
   dispatch.group[1] = static_cast<uint32_t>(command.group.height);
   dispatch.group[2] = static_cast<uint32_t>(command.group.depth);
   Log("run %s", name);
-  pipeline.kernel(&dispatch);
+  pipeline.Run(dispatch);
   for (auto& [buffer, before] : written) {
     const char* after = buffer->contents;
     auto first = std::mismatch(before.begin(), before.end(), after).first;

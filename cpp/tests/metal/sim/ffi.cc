@@ -9,6 +9,9 @@
 
 #include "sim.h"
 
+// Of the stand-in for MLX's Metal half, where it is in the process.
+extern "C" [[gnu::weak]] void mlx_standin_set_limits(int max_ops, int max_mb);
+
 namespace {
 
 namespace ffi = tvm::ffi;
@@ -35,14 +38,20 @@ void Configure(const ffi::String& dispatches, const ffi::String& encoders, bool 
   settings.failures = failures;
 }
 
+bool SetLimits(int max_ops, int max_mb) {
+  if (mlx_standin_set_limits == nullptr) return false;
+  mlx_standin_set_limits(max_ops, max_mb);
+  return true;
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(configure, Configure);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hold, metal_sim::HoldGpu);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(reset_counts, metal_sim::ResetCounts);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_compiler, [](const ffi::String& command) {
-  metal_sim::SetCompiler(command);
-});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_compiler,
+                              [](const ffi::String& command) { metal_sim::SetCompiler(command); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_limits, SetLimits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take_errors, [] { return ToArray(metal_sim::TakeErrors()); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take_log, [] { return ToArray(metal_sim::TakeLog()); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(counts, [] { return ToMap(metal_sim::Counts()); });

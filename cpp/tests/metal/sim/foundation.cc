@@ -36,6 +36,8 @@ namespace {
   AddMethod<&String::Length>(string, "length");
   AddMethod<&String::LengthOfBytes>(string, "lengthOfBytesUsingEncoding:");
   AddMethod<&String::Equals>(string, "isEqualToString:");
+  AddClassMethod<&String::Alloc>(string, "alloc");
+  AddMethod<&String::Init>(string, "initWithCString:encoding:");
   AddClassMethod<&String::Make>(string, "stringWithCString:encoding:");
   objc_class* error = GetClass("NSError");
   AddMethod<&Error::Description>(error, "localizedDescription");

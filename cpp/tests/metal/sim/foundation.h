@@ -21,6 +21,11 @@ class String : public Object {
   NSUInteger LengthOfBytes(NSUInteger) { return value.size(); }
   bool Equals(void* other) { return FromId<String>(other)->value == value; }
   static void* Make(const char* value, NSUInteger);
+  static void* Alloc() { return ToId(new String("")); }
+  void* Init(const char* text, NSUInteger) {
+    value = text;
+    return ToId(this);
+  }
 
   std::string value;
 };

@@ -18,6 +18,14 @@ struct Dispatch {
   uint32_t group[3];                        // threads per threadgroup
 };
 
+/*! \brief A function constant of a library: a variable that is set before a kernel runs. */
+struct Constant {
+  const char* name;
+  unsigned long index;
+  void* variable;
+  size_t size;
+};
+
 using Kernel = void (*)(const Dispatch*);
 
 }  // namespace metal_sim

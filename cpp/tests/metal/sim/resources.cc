@@ -47,6 +47,14 @@ bool IsLive(const Tracked* object, uint64_t number) {
   return it != GetRegistry().live.end() && it->second == number;
 }
 
+// Bytes of an MTLDataType that is a scalar.
+size_t SizeOfType(NSUInteger type) {
+  enum : NSUInteger { kHalf = 16, kShort = 37, kUShort = 41, kChar = 45, kUChar = 49, kBool = 53 };
+  if (type == kChar || type == kUChar || type == kBool) return 1;
+  if (type == kHalf || type == kShort || type == kUShort) return 2;
+  return 4;
+}
+
 std::string ReadFile(const std::string& path) {
   std::ostringstream text;
   text << std::ifstream(path, std::ios::binary).rdbuf();
@@ -209,10 +217,48 @@ void* Library::NewFunction(void* name) {
   return Has(text) ? ToId(new Function(this, text)) : nullptr;
 }
 
-void* Library::NewFunctionWithConstants(void* name, void*, void** error) {
-  void* function = NewFunction(name);
-  if (!function) SetError(error, "no function " + ToString(name));
-  return function;
+const Constant* Library::Constants() const {
+  return handle_ ? static_cast<const Constant*>(dlsym(handle_, "metal_constants")) : nullptr;
+}
+
+void* Library::NewFunctionWithConstants(void* name, void* values, void** error) {
+  auto* function = FromId<Function>(NewFunction(name));
+  if (!function) {
+    SetError(error, "no function " + ToString(name));
+    return nullptr;
+  }
+  auto* given = FromId<ConstantValues>(values);
+  for (const Constant* constant = Constants(); constant && constant->name; constant++) {
+    std::string value;
+    if (auto it = given->at.find(constant->index); it != given->at.end()) value = it->second;
+    if (auto it = given->named.find(constant->name); it != given->named.end()) value = it->second;
+    if (value.size() != constant->size) {
+      SetError(error, std::string("no value of its type for constant ") + constant->name);
+      function->Release();
+      return nullptr;
+    }
+    function->constants.emplace_back(constant, value);
+  }
+  return ToId(function);
+}
+
+void ConstantValues::SetAt(const void* value, NSUInteger type, NSUInteger index) {
+  at[index].assign(static_cast<const char*>(value), SizeOfType(type));
+}
+
+void ConstantValues::SetNamed(const void* value, NSUInteger type, void* name) {
+  named[ToString(name)].assign(static_cast<const char*>(value), SizeOfType(type));
+}
+
+void Pipeline::Run(const Dispatch& dispatch) const {
+  // The constants are the library's own variables: one kernel at a time.
+  static auto* mutex = new std::mutex;
+  std::unique_lock<std::mutex> lock;
+  if (!function->constants.empty()) lock = std::unique_lock(*mutex);
+  for (auto& [constant, value] : function->constants) {
+    memcpy(constant->variable, value.data(), value.size());
+  }
+  kernel(&dispatch);
 }
 
 void* Library::FunctionNames() {
@@ -319,6 +365,10 @@ namespace {
   AddMethod<&Library::NewFunctionWithConstants>(library,
                                                 "newFunctionWithName:constantValues:error:");
   AddMethod<&Library::FunctionNames>(library, "functionNames");
+  AddClassMethod<&ConstantValues::Alloc>(GetClass("MTLFunctionConstantValues"), "alloc");
+  objc_class* values = GetClass("SimFunctionConstantValues");
+  AddMethod<&ConstantValues::SetAt>(values, "setConstantValue:type:atIndex:");
+  AddMethod<&ConstantValues::SetNamed>(values, "setConstantValue:type:withName:");
   AddMethod<&Function::Name>(GetClass("SimFunction", labelled), "name");
   objc_class* pipeline = GetClass("SimComputePipelineState", labelled);
   AddMethod<&Pipeline::MaxThreads>(pipeline, "maxTotalThreadsPerThreadgroup");

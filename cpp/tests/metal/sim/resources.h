@@ -81,6 +81,18 @@ class Heap final : public Labelled {
   NSUInteger size_;
 };
 
+/*! \brief Values for function constants, by index and by name. */
+class ConstantValues final : public Object {
+ public:
+  ConstantValues() : Object(GetClass("SimFunctionConstantValues")) {}
+  static void* Alloc() { return ToId(new ConstantValues); }
+  void SetAt(const void* value, NSUInteger type, NSUInteger index);
+  void SetNamed(const void* value, NSUInteger type, void* name);
+
+  std::map<NSUInteger, std::string> at;
+  std::map<std::string, std::string> named;
+};
+
 class Library final : public Labelled {
  public:
   Library() : Labelled(GetClass("SimLibrary")) {}
@@ -92,6 +104,8 @@ class Library final : public Labelled {
   bool Has(const std::string& name) const;
   /*! \brief The buffer slots that the kernel uses, and in the upper half those it only reads. */
   uint64_t Slots(const std::string& name) const;
+  /*! \brief Its function constants, ended by one without a name; null where it has none. */
+  const Constant* Constants() const;
 
   void* NewFunction(void* name);
   void* NewFunctionWithConstants(void* name, void* constants, void** error);
@@ -111,6 +125,7 @@ class Function final : public Labelled {
 
   Library* library;  // owned
   std::string name;
+  std::vector<std::pair<const Constant*, std::string>> constants;
 };
 
 class Pipeline final : public Tracked {
@@ -122,6 +137,7 @@ class Pipeline final : public Tracked {
   NSUInteger StaticThreadgroupBytes() { return 0; }
   bool Uses(int slot) const { return slots >> slot & 1; }
   bool OnlyReads(int slot) const { return slots >> (32 + slot) & 1; }
+  void Run(const Dispatch& dispatch) const;
   bool SlotsKnown() const { return slots != kAllSlots; }
 
   static constexpr uint64_t kAllSlots = 0xffffffff;
