@@ -1,4 +1,4 @@
-"""Compile the examples' C++ kernels and load them."""
+"""Compile the examples' C++ or CUDA kernels and load them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import tvm_ffi.cpp
 
 try:
@@ -16,9 +17,16 @@ except ImportError as error:
 
 
 def load_kernels(name: str) -> tvm_ffi.Module:
-    """Compile ``NAME.cc`` beside this file, or find it compiled in tvm-ffi's cache."""
+    """Compile ``NAME.cc`` beside this file, or find it compiled in tvm-ffi's cache.
+
+    Where MLX's default device is a GPU: ``NAME.cu``, which needs CUDA's nvcc.
+    """
     if shutil.which("ninja") is None:  # an environment that is used without being activated
         os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
+    if mx.default_device() == mx.gpu:
+        return tvm_ffi.cpp.load(
+            f"{name}_cuda", sources=str(Path(__file__).with_name(f"{name}.cu")), backend="cuda"
+        )
     return tvm_ffi.cpp.load(
         name,
         sources=str(Path(__file__).with_name(f"{name}.cc")),

@@ -5,9 +5,9 @@
     python examples/sentence_embeddings.py --file sentences.txt
 
 Everything between the model's matrix products (layer norm with the residual, GELU, masked softmax,
-mean pooling) is a tvm-ffi kernel from ``sentence_kernels.cc``, compiled when first needed. The rest
-is MLX, and ``mx.compile`` sees one graph. The times at the end are the whole
-model's, most of it MLX's matrix products in either case.
+mean pooling) is a tvm-ffi kernel, compiled when first needed: from ``sentence_kernels.cc``, or
+where MLX has CUDA from ``sentence_kernels.cu``. The rest is MLX, and ``mx.compile`` sees one graph.
+The times at the end are the whole model's, most of it MLX's matrix products in either case.
 """
 
 from __future__ import annotations
@@ -316,7 +316,8 @@ def parse_sentences(arguments: Sequence[str] | None) -> tuple[list[str], bool]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Embed, compare, and time."""
     sentences, from_file = parse_sentences(arguments)
-    mx.set_default_device(mx.cpu)  # where the kernels run
+    if not mx.cuda.is_available():
+        mx.set_default_device(mx.cpu)  # the kernels are for these two
     folder = model_folder()
     weights = Weights(folder)
     ours = Embedder(folder, weights, kernel_ops(load_kernels("sentence_kernels")))
