@@ -13,6 +13,8 @@ import pybind11
 import pytest
 import tvm_ffi
 
+import mlx_tvm_ffi  # noqa: F401  teaches tvm-ffi NotImplementedError
+
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "sdk_tests" / f"{sys.implementation.cache_tag}-{Path(sys.prefix).name}"
 MLX = importlib.metadata.version("mlx")
@@ -45,16 +47,27 @@ def configure(cmake_dir):
 
 
 @pytest.fixture(scope="session")
-def example(configure):
-    """Build an example; give its build folder."""
+def build(configure):
+    """Build a project; give its build folder."""
 
-    def example(name):
-        build = BUILD / name
-        configure(ROOT / "examples" / name, build)
-        run("cmake", "--build", str(build))
-        return build
+    def build(source):
+        folder = BUILD / source.name
+        configure(source, folder)
+        run("cmake", "--build", str(folder))
+        return folder
 
-    return example
+    return build
+
+
+@pytest.fixture(scope="session")
+def example(build):
+    return lambda name: build(ROOT / "examples" / name)
+
+
+@pytest.fixture(scope="session")
+def errors(build):
+    """Calls with bad input. MLX makes a RuntimeError, with the kind in it, of what fails in eval."""
+    return tvm_ffi.load_module(build(ROOT / "cpp" / "tests" / "sdk") / "libsdk_errors.so")
 
 
 @pytest.fixture
@@ -168,3 +181,46 @@ for wrong in ("x", 1, None):
         assert "mlx.core.array" in str(error)
 """
     run_python(code, env={"PYTHONPATH": str(example("cpp_op"))})
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("null function", TypeError, "function: expected a tvm_ffi.Function, got null"),
+        ("null kernel", ValueError, "primitive: expected one with a kernel and outputs, got null"),
+        ("null primitive", ValueError, "expected one with a kernel and outputs, got null"),
+        ("null call", ValueError, "expected one with a kernel and outputs, got null"),
+        ("null outputs", ValueError, "expected one with a kernel and outputs, got null"),
+        ("no outputs", ValueError, "outputs: expected at least one, got none"),
+        ("no inputs", RuntimeError, "TypeError: Mismatched number of arguments"),
+        ("too many inputs", RuntimeError, "TypeError: Mismatched number of arguments"),
+        ("more inputs than the spec", ValueError, "inputs: expected the 1 that arg_spec names"),
+        ("moved from", ValueError, "inputs: expected arrays, got number 0 without a value"),
+        ("unknown in spec", ValueError, "arg_spec: "),
+        ("twice in spec", ValueError, 'arg_spec: expected each name once, got "args" twice'),
+        ("number in spec", ValueError, "arg_spec: expected numbers below the 1 inputs"),
+        ("missing attribute", ValueError, "attributes: expected beta, which arg_spec names"),
+        (
+            "surplus attribute",
+            ValueError,
+            "attributes: expected those that arg_spec names, got beta",
+        ),
+        ("name with a space", ValueError, 'name: expected a name without spaces, got "a b"'),
+        ("negative size", ValueError, "outputs: expected sizes of 0 or more, got -1"),
+        ("huge size", ValueError, "outputs: expected fewer than 2\\*\\*63 bytes, got more"),
+        ("negative alias", ValueError, "aliases: expected each output at most once"),
+        ("alias out of range", ValueError, "aliases: expected outputs below 1 and inputs below 1"),
+        (
+            "flags for other inputs",
+            ValueError,
+            "contiguous: expected one flag for each of 1 inputs",
+        ),
+        ("stream of nobody", RuntimeError, "no Stream"),
+        ("device of nobody", RuntimeError, None),
+        ("no gradient", NotImplementedError, "vjp"),
+        ("kernel raises", RuntimeError, r"\[mlx_tvm_ffi.op fail\] IndexError: from the kernel"),
+    ],
+)
+def test_bad_input_is_an_error_and_the_rest_works_on(errors, case, kind, message):
+    with pytest.raises(kind, match=message):
+        errors.run(case)
