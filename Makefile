@@ -14,7 +14,7 @@ PIP = $(BIN)/python -m pip
 # tvm-ffi's load_inline finds ninja, and keeps its builds in the checkout.
 RUN = PATH="$(CURDIR)/$(BIN):$$PATH" TVM_FFI_CACHE_DIR=$(CURDIR)/build/tvm_ffi/$(VENV) $(BIN)/python
 
-.PHONY: build demo test wheel-test metal lint bench bench-run clean
+.PHONY: build demo test wheel-test metal lint cuda-symbols bench bench-run clean
 
 demo: build $(VENV)/.examples $(VENV)/.model
 	$(RUN) examples/sentence_embeddings.py
@@ -47,6 +47,16 @@ lint: build $(VENV)/.test $(VENV)/.lint
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cc')
 	$(BIN)/mypy
 	$(BIN)/stubtest mlx_tvm_ffi._core
+
+# What is built with MLX's CPU build is also for its CUDA build, from the version whose encoder can be
+# used: every symbol must be in its wheel. Nothing of it is run.
+cuda-symbols: build build/mlx-cuda-13/0.32.4/mlx/lib/libmlx.so
+	$(BIN)/python cpp/cmake/cuda_symbols.py build/mlx-cuda-13/0.32.4/mlx/lib/libmlx.so
+
+build/mlx-cuda-13/%/mlx/lib/libmlx.so: | $(VENV)/bin/python
+	$(PIP) download -q --no-deps -d build/mlx-cuda-13 mlx-cuda-13==$*
+	$(BIN)/python -m zipfile -e build/mlx-cuda-13/mlx_cuda_13-$*-*.whl build/mlx-cuda-13/$*
+	@touch $@
 
 # Apart, since it brings PyTorch. A benchmark that this machine cannot run says so.
 bench:

@@ -3,7 +3,7 @@
 The package is built with MLX's CPU build, which leaves the symbols of the CUDA backend open: only
 loading it on a machine with a GPU would tell. This reads symbol tables: it needs nm and no GPU.
 
-    python cpp/cmake/cuda_symbols.py LIBMLX PACKAGE_FOLDER
+    python cpp/cmake/cuda_symbols.py LIBMLX
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 
 import tvm_ffi.libinfo
 
+from mlx_tvm_ffi import _built
+
+PACKAGE = Path(_built.__file__).parent
 # Whatever is MLX's, tvm-ffi's or ours has one of these in its name. The rest is of the compiler,
 # Python and the system, and of libcuda, which only the driver brings.
 CHECKED = re.compile("3mlx4core|mlx_tvm_ffi|TVMFFI")
@@ -34,9 +37,9 @@ def plain(name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def missing(libmlx: Path, package: Path) -> list[str]:
+def missing(libmlx: Path) -> list[str]:
     """Say which library of the package needs what, that nothing it is loaded with exports."""
-    libraries = sorted([*package.glob("lib/*.so"), *package.glob("_core*.so")])
+    libraries = sorted([*PACKAGE.glob("lib/*.so"), *PACKAGE.glob("_core*.so")])
     exported: set[str] = set()
     for library in [libmlx, Path(tvm_ffi.libinfo.find_libtvm_ffi()), *libraries]:
         exported |= symbols(library, "--defined-only").keys()
@@ -50,10 +53,10 @@ def missing(libmlx: Path, package: Path) -> list[str]:
 
 def main() -> None:
     """Fail with what is missing, if anything is."""
-    libmlx, package = map(Path, sys.argv[1:])
-    if not (package / "lib" / "libmlx_tvm_ffi_cuda.so").exists():
-        sys.exit(f"{package}: expected the CUDA backend in it, got none. Build with MLX 0.32.4.")
-    if problems := missing(libmlx, package):
+    (libmlx,) = map(Path, sys.argv[1:])
+    if not (PACKAGE / "lib" / "libmlx_tvm_ffi_cuda.so").exists():
+        sys.exit(f"{PACKAGE}: expected the CUDA backend in it, got none. Build with MLX 0.32.4.")
+    if problems := missing(libmlx):
         sys.exit("\n".join([f"{libmlx} does not export all that it should:", *problems]))
 
 
