@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -74,3 +75,25 @@ def test_a_warning_is_caught(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "INCLUDE", tmp_path)
     result = compile_alone(["g++"], "c++17", "stream.h", [], tmp_path)
     assert "-Werror=conversion" in result.stderr
+
+
+def blocks(language):
+    text = (ROOT / "docs" / "stream-interface.md").read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "standard", "block"),
+    [
+        *((["g++", "-x", "c++"], "c++17", block) for block in blocks("cpp")),
+        *((["gcc", "-x", "c"], "c11", block) for block in blocks("c")),
+    ],
+)
+def test_the_code_in_the_documentation(compiler, standard, block, tmp_path):
+    source = tmp_path / "block"
+    source.write_text(block)
+    command = [*compiler, f"-std={standard}", *WARNINGS, "-I", str(INCLUDE), "-fsyntax-only"]
+    for folder in TVM_FFI:
+        command += ["-isystem", str(folder)]
+    result = subprocess.run([*command, source], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

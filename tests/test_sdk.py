@@ -66,7 +66,7 @@ def example(build):
 
 @pytest.fixture(scope="session")
 def errors(build):
-    """Calls with bad input. MLX makes a RuntimeError, with the kind in it, of what fails in eval."""
+    """Calls with bad input. Of what fails in eval, MLX makes a RuntimeError with the kind in it."""
     return tvm_ffi.load_module(build(ROOT / "cpp" / "tests" / "sdk") / "libsdk_errors.so")
 
 
