@@ -147,6 +147,9 @@ class MLX_TVM_FFI_API KernelPrimitive : public mx::Primitive {
   virtual std::shared_ptr<KernelPrimitive> Clone(
       std::shared_ptr<const std::vector<ShapeDtype>> outputs) const;
 
+  /*! 	hrows tvm::ffi::Error ValueError where inputs, outputs or attributes do not fit the kernel. */
+  void Check(const std::vector<mx::array>& inputs);
+
   const std::shared_ptr<const KernelCall>& call() const { return call_; }
   const std::shared_ptr<const std::vector<ShapeDtype>>& outputs() const { return outputs_; }
 
@@ -161,21 +164,21 @@ class MLX_TVM_FFI_API KernelPrimitive : public mx::Primitive {
  * \throws tvm::ffi::Error ValueError where primitive, inputs, outputs or attributes do not fit.
  */
 MLX_TVM_FFI_API std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,
-                                             const std::vector<mx::array>& inputs);
+                                             std::vector<mx::array> inputs);
 
 /*!
  * \brief A lazy call of `kernel`.
  * \param stream As ToStream takes it.
  */
 MLX_TVM_FFI_API std::vector<mx::array> Call(const std::shared_ptr<const Kernel>& kernel,
-                                            const std::vector<mx::array>& inputs,
+                                            std::vector<mx::array> inputs,
                                             std::vector<ShapeDtype> outputs,
                                             Attributes attributes = {},
                                             const mx::StreamOrDevice& stream = {});
 
 /*! \brief The same for a function used once: a Kernel made on the spot. */
 MLX_TVM_FFI_API std::vector<mx::array> Call(const tvm::ffi::Function& function,
-                                            const std::vector<mx::array>& inputs,
+                                            std::vector<mx::array> inputs,
                                             std::vector<ShapeDtype> outputs, Options options = {},
                                             const mx::StreamOrDevice& stream = {});
 

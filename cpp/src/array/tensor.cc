@@ -13,6 +13,14 @@
 #include <optional>
 #include <utility>
 
+// A few bytes of the room that every thread has anyway: an access is one instruction and not a
+// call.
+#if defined(__linux__)
+#define MLX_TVM_FFI_STATIC_TLS __attribute__((tls_model("initial-exec")))
+#else
+#define MLX_TVM_FFI_STATIC_TLS
+#endif
+
 namespace mlx_tvm_ffi {
 
 namespace {
@@ -43,7 +51,7 @@ class Pool {
   }
 
   Lent* Take() {
-    ThreadList& list = Local();
+    ThreadList& list = local_;
     if (list.head == nullptr) Refill(&list);
     Lent* lent = list.head;
     list.head = lent->next;
@@ -52,7 +60,7 @@ class Pool {
   }
 
   void Give(Lent* lent) {
-    ThreadList& list = Local();
+    ThreadList& list = local_;
     lent->next = list.head;
     list.head = lent;
     if (++list.size > 2 * kBatch || list.closed) Return(&list, list.closed ? 0 : kBatch);
@@ -73,13 +81,17 @@ class Pool {
  private:
   static constexpr size_t kBatch = 64;
 
+  // Without a destructor, so that each access is a plain one; Closer gives the rest back at the
+  // thread's end.
   struct ThreadList {
-    Lent* head = nullptr;
-    size_t size = 0;
-    bool closed = false;
-    ~ThreadList() {
-      closed = true;
-      Pool::Get().Return(this, 0);
+    Lent* head;
+    size_t size;
+    bool closed;
+  };
+  struct Closer {
+    ~Closer() {
+      local_.closed = true;
+      Get().Return(&local_, 0);
     }
   };
 
@@ -88,12 +100,9 @@ class Pool {
     size_t count;
   };
 
-  static ThreadList& Local() {
-    static thread_local ThreadList list;
-    return list;
-  }
-
   void Refill(ThreadList* list) {
+    static thread_local Closer closer;
+    (void)closer;
     std::lock_guard<std::mutex> lock(mutex_);
     if (free_ == nullptr) AddSlab();
     for (size_t i = 0; i < kBatch && free_ != nullptr; ++i) {
@@ -124,11 +133,15 @@ class Pool {
     slab_count_.store(index + 1, std::memory_order_release);
   }
 
+  static thread_local ThreadList local_ MLX_TVM_FFI_STATIC_TLS;
+
   std::mutex mutex_;
   Lent* free_ = nullptr;
   std::array<Slab, 40> slabs_;
   std::atomic<size_t> slab_count_{0};
 };
+
+constinit thread_local Pool::ThreadList Pool::local_{nullptr, 0, false};
 
 void ReturnLent(DLManagedTensorVersioned* managed) {
   Lent* lent = reinterpret_cast<Lent*>(managed);

@@ -21,10 +21,7 @@ namespace mlx_tvm_ffi {
 
 namespace {
 
-std::array<std::atomic<Backend*>, 2>& Backends() {
-  static std::array<std::atomic<Backend*>, 2> backends{};
-  return backends;
-}
+constinit std::array<std::atomic<Backend*>, 2> backends{};
 
 /*! \brief Why a backend that this machine could use is absent; empty where none is. */
 std::string& Problem() {
@@ -60,12 +57,17 @@ void RegisterAll() {
 }
 
 std::atomic<Backend*>& Slot(mx::Device::DeviceType type) {
-  return Backends()[type == mx::Device::gpu ? 1 : 0];
+  return backends[type == mx::Device::gpu ? 1 : 0];
 }
 
 Backend* Find(mx::Device::DeviceType type) {
+  // Once a process, and no more than a load after that: direct calls ask for each argument.
   static std::once_flag once;
-  std::call_once(once, RegisterAll);
+  static std::atomic<bool> done{false};
+  if (!done.load(std::memory_order_acquire)) {
+    std::call_once(once, RegisterAll);
+    done.store(true, std::memory_order_release);
+  }
   return Slot(type).load(std::memory_order_acquire);
 }
 

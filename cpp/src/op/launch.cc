@@ -116,6 +116,7 @@ class KernelLaunch::Scratch final : public AllocationHook {
   DLManagedTensorVersioned* Allocate(mx::Shape shape, mx::Dtype dtype) override {
     mx::array array(std::move(shape), dtype, nullptr, {});
     if (launch_->call_->kernel->returns_outputs()) {
+      claimed_.resize(launch_->tensors_.size());
       for (size_t i = launch_->inputs_; i < claimed_.size(); ++i) {
         const Bound& output = launch_->tensors_[i];
         if (claimed_[i] || !Fits(output.tensor, array)) continue;

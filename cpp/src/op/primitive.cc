@@ -445,35 +445,39 @@ std::shared_ptr<KernelPrimitive> KernelPrimitive::Clone(
   return std::make_shared<KernelPrimitive>(stream, call_, std::move(outputs));
 }
 
+void KernelPrimitive::Check(const std::vector<mx::array>& inputs) {
+  const Options& options = call_->kernel->options();
+  call_->kernel->CheckCall(inputs.size(), outputs_->size(), call_->attributes);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].id() == 0) {
+      TVM_FFI_THROW(ValueError) << Where(options) << "inputs: expected arrays, got number " << i
+                                << " without a value. It was moved from.";
+    }
+  }
+  for (const ShapeDtype& output : *outputs_) {
+    CheckShape(options, output);
+    if (device() == mx::Device::gpu && output.dtype == mx::float64) {
+      TVM_FFI_THROW(ValueError)
+          << Where(options)
+          << "outputs: expected a dtype that a GPU has, got float64. Use float32, or "
+             "stream=mx.cpu.";
+    }
+  }
+}
+
 std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,
-                             const std::vector<mx::array>& inputs) {
+                             std::vector<mx::array> inputs) {
   if (primitive == nullptr || primitive->call() == nullptr ||
       primitive->call()->kernel == nullptr || primitive->outputs() == nullptr) {
     TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.Apply] primitive: expected one with a kernel and "
                                  "outputs, got null. Make them first.";
   }
-  const KernelCall& call = *primitive->call();
+  primitive->Check(inputs);
   const std::vector<ShapeDtype>& outputs = *primitive->outputs();
-  call.kernel->CheckCall(inputs.size(), outputs.size(), call.attributes);
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (inputs[i].id() == 0) {
-      TVM_FFI_THROW(ValueError) << Where(call.kernel->options())
-                                << "inputs: expected arrays, got number " << i
-                                << " without a value. It was moved from.";
-    }
-  }
-  for (const ShapeDtype& output : outputs) CheckShape(call.kernel->options(), output);
-  if (primitive->device() == mx::Device::gpu) {
-    for (const ShapeDtype& output : outputs) {
-      if (output.dtype != mx::float64) continue;
-      TVM_FFI_THROW(ValueError)
-          << Where(call.kernel->options())
-          << "outputs: expected a dtype that a GPU has, got float64. Use float32, or "
-             "stream=mx.cpu.";
-    }
-  }
   if (outputs.size() == 1) {
-    return {mx::array(outputs[0].shape, outputs[0].dtype, primitive, inputs)};
+    std::vector<mx::array> result;
+    result.emplace_back(outputs[0].shape, outputs[0].dtype, primitive, std::move(inputs));
+    return result;
   }
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;
@@ -485,16 +489,16 @@ std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,
 }
 
 std::vector<mx::array> Call(const std::shared_ptr<const Kernel>& kernel,
-                            const std::vector<mx::array>& inputs, std::vector<ShapeDtype> outputs,
+                            std::vector<mx::array> inputs, std::vector<ShapeDtype> outputs,
                             Attributes attributes, const mx::StreamOrDevice& stream) {
   return Apply(std::make_shared<KernelPrimitive>(
                    ToStream(stream),
                    std::make_shared<const KernelCall>(KernelCall{kernel, std::move(attributes)}),
                    std::make_shared<const std::vector<ShapeDtype>>(std::move(outputs))),
-               inputs);
+               std::move(inputs));
 }
 
-std::vector<mx::array> Call(const ffi::Function& function, const std::vector<mx::array>& inputs,
+std::vector<mx::array> Call(const ffi::Function& function, std::vector<mx::array> inputs,
                             std::vector<ShapeDtype> outputs, Options options,
                             const mx::StreamOrDevice& stream) {
   return Call(std::make_shared<const Kernel>(function, std::move(options)), inputs,

@@ -100,8 +100,7 @@ std::shared_ptr<const std::vector<ShapeDtype>> OutputsOf(const OpState& state,
       ReadOutputs(state.kernel->options().name, specs));
 }
 
-PyObject* ToResult(std::vector<mx::array> arrays) {
-  if (arrays.size() == 1) return FromArray(std::move(arrays[0]));
+PyObject* ToTuple(std::vector<mx::array> arrays) {
   py::tuple result(arrays.size());
   for (size_t i = 0; i < arrays.size(); ++i) {
     PyObject* object = FromArray(std::move(arrays[i]));
@@ -130,7 +129,11 @@ PyObject* CallOp(PyObject* self, PyObject* const* args, size_t nargsf, PyObject*
       primitive = std::make_shared<PyPrimitive>(stream, std::move(bound), std::move(outputs),
                                                 state.rules, std::move(keywords));
     }
-    return ToResult(Apply(primitive, std::move(call.inputs)));
+    if (primitive->outputs()->size() > 1) return ToTuple(Apply(primitive, std::move(call.inputs)));
+    primitive->Check(call.inputs);
+    const ShapeDtype& output = primitive->outputs()->front();
+    return FromArray(
+        mx::array(output.shape, output.dtype, std::move(primitive), std::move(call.inputs)));
   } catch (...) {
     SetPythonError();
     return nullptr;
