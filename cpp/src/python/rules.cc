@@ -159,7 +159,10 @@ HeldObject::~HeldObject() {
 
 std::vector<ShapeDtype> ReadOutputs(const std::string& op, py::handle outputs) {
   std::vector<ShapeDtype> specs;
-  if (IsSpec(outputs)) {
+  if (mx::array* like =
+          AsArray(outputs.ptr())) {  // as with outputs=lambda x: x, without a detour by Python
+    specs.push_back({like->shape(), like->dtype()});
+  } else if (IsSpec(outputs)) {
     specs.push_back(ReadSpec(op, outputs));
   } else if (py::isinstance<py::sequence>(outputs) && !py::isinstance<py::str>(outputs)) {
     for (py::handle spec : py::reinterpret_borrow<py::sequence>(outputs)) {
