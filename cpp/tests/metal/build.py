@@ -22,7 +22,7 @@ LIB = BUILD / "lib"  # the simulator, which needs no MLX
 MLX_VERSION = version("mlx")
 MLX = BUILD / f"mlx-{MLX_VERSION}"  # laid out as MLX's package is where it has Metal
 MLX_HERE = Path(mlx.core.__file__).parent
-KERNELS = MLX / "kernels" / "libmetal_kernels.so"
+KERNELS = MLX / "kernels"
 STANDIN = MLX / "lib" / "libmlx_metal.so"
 
 
@@ -99,7 +99,7 @@ def build_mlx() -> None:
 
 
 def build_kernels() -> None:
-    """Build the tests' kernels as a kernel library is built: stream.h, metal-cpp and tvm-ffi."""
+    """Build what tests load: each NAME.cc here, as a kernel library is built, is libmetal_NAME."""
     tvm = Path(tvm_ffi.__file__).parent
     clang = " ".join(host_cxx())
     includes = f"-I {ROOT}/cpp/include -I {SIM_INCLUDE} -isystem {tvm}/include "
@@ -109,8 +109,10 @@ def build_kernels() -> None:
         f"-isystem {mlx_metal(MLX_VERSION)}/include/metal_cpp -c $in -o $out",
         "link": f"g++ -shared $in -o $out -L {tvm}/lib -ltvm_ffi",
     }
-    objects, edges = compile_all([HERE / "kernels.cc"], KERNELS.parent)
-    ninja(KERNELS.parent / "build.ninja", rules, [*edges, (KERNELS, "link", objects)])
+    objects, edges = compile_all(sorted(HERE.glob("*.cc")), KERNELS)
+    for file in objects:
+        edges.append((KERNELS / f"libmetal_{file.stem}.so", "link", [file]))
+    ninja(KERNELS / "build.ninja", rules, edges)
 
 
 def install() -> None:
@@ -134,7 +136,7 @@ def environment() -> dict[str, str]:
     compiler = f"LD_PRELOAD= {sys.executable} {HERE}/msl/msl2so.py"
     return {
         "LD_PRELOAD": str(STANDIN),
-        "METAL_KERNELS": str(KERNELS),
+        "METAL_KERNELS": str(KERNELS / "libmetal_kernels.so"),
         "METAL_SIM_LIBRARY": str(LIB / "libmetal_sim_ffi.so"),
         "METAL_SIM_MSLC": compiler,
         "METAL_SIM_CACHE": str(BUILD / "msl"),

@@ -28,15 +28,16 @@ Handler CopyBlock(Handler handler) {
 }
 void ReleaseBlock(Handler handler) { _Block_release(reinterpret_cast<const void*>(handler)); }
 
-struct Hold {
+struct Gpu {
   std::mutex mutex;
   std::condition_variable changed;
-  bool on = false;
+  bool held = false;
+  int busy = 0;  // command buffers that are committed and not yet let go of
 };
 
-Hold& GetHold() {
-  static auto* hold = new Hold;
-  return *hold;
+Gpu& GetGpu() {
+  static auto* gpu = new Gpu;
+  return *gpu;
 }
 
 // Guarded by OrderMutex.
@@ -75,10 +76,15 @@ std::vector<size_t> DispatchOrder(const std::vector<Command>& commands, size_t b
 
 void HoldGpu(bool hold) {
   {
-    std::lock_guard lock(GetHold().mutex);
-    GetHold().on = hold;
+    std::lock_guard lock(GetGpu().mutex);
+    GetGpu().held = hold;
   }
-  GetHold().changed.notify_all();
+  GetGpu().changed.notify_all();
+}
+
+void WaitUntilIdle() {
+  std::unique_lock lock(GetGpu().mutex);
+  GetGpu().changed.wait_for(lock, kDeadlock, [] { return GetGpu().held || GetGpu().busy == 0; });
 }
 
 // ---- Queue
@@ -105,6 +111,10 @@ void* Queue::Make(bool retains) {
 
 void Queue::Push(CommandBuffer* buffer) {
   {
+    std::lock_guard lock(GetGpu().mutex);
+    GetGpu().busy++;
+  }
+  {
     std::lock_guard lock(mutex_);
     pending_.push_back(buffer);
   }
@@ -123,11 +133,16 @@ void Queue::Loop() {
       pending_.pop_front();
     }
     {
-      std::unique_lock lock(GetHold().mutex);
-      GetHold().changed.wait(lock, [] { return !GetHold().on; });
+      std::unique_lock lock(GetGpu().mutex);
+      GetGpu().changed.wait(lock, [] { return !GetGpu().held; });
     }
     buffer->Run();
     buffer->Release();
+    {
+      std::lock_guard lock(GetGpu().mutex);
+      GetGpu().busy--;
+    }
+    GetGpu().changed.notify_all();
   }
 }
 

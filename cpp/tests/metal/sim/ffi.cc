@@ -55,5 +55,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_limits, SetLimits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take_errors, [] { return ToArray(metal_sim::TakeErrors()); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take_log, [] { return ToArray(metal_sim::TakeLog()); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(counts, [] { return ToMap(metal_sim::Counts()); });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(live_objects, [] { return ToMap(metal_sim::LiveObjects()); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(live_objects, [] {
+  metal_sim::WaitUntilIdle();
+  return ToMap(metal_sim::LiveObjects());
+});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(messages, [](bool gpu) { return ToMap(metal_sim::Messages(gpu)); });

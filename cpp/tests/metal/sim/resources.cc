@@ -180,7 +180,11 @@ Library* Library::FromSource(const std::string& source, void** error) {
     compiler = GetRegistry().compiler;
   }
   if (!compiler.empty()) {
-    std::string bytes = Compile(compiler, source, error);
+    static auto* compiled = new std::map<std::string, std::string>;  // by source
+    static auto* mutex = new std::mutex;
+    std::lock_guard lock(*mutex);
+    std::string& bytes = (*compiled)[source];
+    if (bytes.empty()) bytes = Compile(compiler, source, error);
     return bytes.empty() ? nullptr : FromBytes(std::string(kLibraryMagic) + bytes, error);
   }
   auto* library = new Library;

@@ -47,6 +47,9 @@ std::map<std::string, long> Counts();
 std::map<std::string, long> Messages(bool gpu);
 void ResetCounts();
 
+/*! \brief Wait until committed work is done and let go of, unless the GPU is held. */
+void WaitUntilIdle();
+
 /*! \brief Number of live objects by class name. */
 std::map<std::string, long> LiveObjects();
 
