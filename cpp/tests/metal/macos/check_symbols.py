@@ -77,7 +77,8 @@ def check(sources: list[Path], version: str) -> list[str]:
                 return [f"{source.name} does not compile:\n{result.stderr}"]
         symbols = needed(objects)
     missing = sorted(symbols - exported(version))
-    print(f"MLX {version}: {len(sources)} sources, {len(symbols)} symbols, {len(missing)} missing")
+    found = f"{len(sources)} sources, {len(symbols)} symbols, {len(missing)} missing"
+    sys.stdout.write(f"MLX {version}: {found}\n")
     return [f"libmlx.dylib does not export {name}" for name in missing]
 
 

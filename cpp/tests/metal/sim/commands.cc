@@ -451,8 +451,8 @@ bool CommandBuffer::RunDispatch(const Item& encoder, Command& command, int epoch
     dispatch.buffer[i] = buffer->contents + argument.offset;
     dispatch.length[i] = buffer->length - argument.offset;
     // A read-only binding counts as a read of all behind its offset; one that may be written
-    // counts as a write of the bytes that change, and, where nothing is known, as a read too.
-    if (pipeline.OnlyReads(i) || !pipeline.SlotsKnown()) {
+    // counts as a write of the bytes that change.
+    if (pipeline.OnlyReads(i)) {
       Note(encoder, epoch, command, buffer, false, argument.offset, buffer->length);
     }
     if (!pipeline.OnlyReads(i) && GetSettings().races) {
@@ -568,7 +568,7 @@ void Encoder::AddDispatch(Size grid, Size group) {
     if (!pipeline.Uses(static_cast<int>(i))) continue;
     command.arguments[i] = arguments_[i];
     buffer_->KeepAlive(arguments_[i].buffer.object);
-    if (!arguments_[i].bound && pipeline.SlotsKnown()) {
+    if (!arguments_[i].bound) {
       Fault("%s: nothing bound at index %zu", command.name.c_str(), i);
       return;
     }

@@ -68,14 +68,9 @@ class Device final : public Labelled {
   void* NewLibraryFromSource(void* source, void*, void** error) {
     return ToId(Library::FromSource(ToString(source), error));
   }
-  void* NewPipeline(void* id, void** error) {
+  void* NewPipeline(void* id, void**) {
     auto* function = FromId<Function>(id);
-    Kernel kernel = function->library->Find(function->name);
-    if (!kernel) {
-      SetError(error, "no host implementation of kernel " + function->name);
-      return nullptr;
-    }
-    return ToId(new Pipeline(function, kernel));
+    return ToId(new Pipeline(function));
   }
 };
 

@@ -49,8 +49,6 @@ bool SetLimits(int max_ops, int max_mb) {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(configure, Configure);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hold, metal_sim::HoldGpu);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(reset_counts, metal_sim::ResetCounts);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_compiler,
-                              [](const ffi::String& command) { metal_sim::SetCompiler(command); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_limits, SetLimits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take_errors, [] { return ToArray(metal_sim::TakeErrors()); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take_log, [] { return ToArray(metal_sim::TakeLog()); });

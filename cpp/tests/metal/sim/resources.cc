@@ -27,8 +27,6 @@ constexpr std::string_view kLibraryMagic = "MTLB";
 struct Registry {
   std::mutex mutex;
   std::unordered_map<const Tracked*, uint64_t> live;
-  std::map<std::string, Kernel> kernels;
-  std::string compiler = getenv("METAL_SIM_MSLC") ? getenv("METAL_SIM_MSLC") : "";
 };
 
 Registry& GetRegistry() {
@@ -61,17 +59,22 @@ std::string ReadFile(const std::string& path) {
   return text.str();
 }
 
-// Compiles MSL with the compiler's command. \return The shared library's bytes.
-std::string Compile(const std::string& compiler, const std::string& source, void** error) {
-  char folder[] = "/tmp/metal_sim.XXXXXX";
-  if (!mkdtemp(folder)) {
+// Compiles MSL with the command in METAL_SIM_MSLC, which gets the paths of a source and of a
+// library to make. \return The library's bytes.
+std::string Compile(const std::string& source, void** error) {
+  const char* compiler = getenv("METAL_SIM_MSLC");
+  if (!compiler) {
+    SetError(error, "METAL_SIM_MSLC, the command that compiles MSL, is not set");
+    return "";
+  }
+  std::string base = std::filesystem::temp_directory_path() / "metal_sim.XXXXXX";
+  if (!mkdtemp(base.data())) {
     SetError(error, "no temporary folder");
     return "";
   }
-  std::string base = folder;
   std::ofstream(base + "/kernel.metal") << source;
-  std::string command = compiler + " " + base + "/kernel.metal " + base + "/kernel.so > " + base +
-                        "/log 2>&1 < /dev/null";
+  std::string command = std::string(compiler) + " " + base + "/kernel.metal " + base +
+                        "/kernel.so > " + base + "/log 2>&1 < /dev/null";
   std::string bytes;
   if (system(command.c_str()) == 0) {
     bytes = ReadFile(base + "/kernel.so");
@@ -83,16 +86,6 @@ std::string Compile(const std::string& compiler, const std::string& source, void
 }
 
 }  // namespace
-
-void RegisterKernel(const std::string& name, Kernel kernel) {
-  std::lock_guard lock(GetRegistry().mutex);
-  GetRegistry().kernels[name] = kernel;
-}
-
-void SetCompiler(const std::string& command) {
-  std::lock_guard lock(GetRegistry().mutex);
-  GetRegistry().compiler = command;
-}
 
 Tracked::Tracked(objc_class* cls) : Labelled(cls), number(NextNumber()) {
   std::lock_guard lock(GetRegistry().mutex);
@@ -150,14 +143,12 @@ Library* Library::FromBytes(const std::string& bytes, void** error) {
   // A path of its own for each library: dlopen takes one path for one library.
   std::string path = "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file);
   void* handle = written ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
-  if (!handle) {
-    SetError(error, std::string("Invalid library file: ") + dlerror());
+  if (!handle || !dlsym(handle, "metal_kernel_names")) {
+    SetError(error, "Invalid library file");
     close(file);
     return nullptr;
   }
-  auto* library = new Library;  // the file stays open, so that no other gets its path
-  library->handle_ = handle;
-  return library;
+  return new Library(handle);  // the file stays open, so that no other gets its path
 }
 
 Library* Library::FromFile(const std::string& path, void** error) {
@@ -165,64 +156,35 @@ Library* Library::FromFile(const std::string& path, void** error) {
     SetError(error, "library not found: " + path);
     return nullptr;
   }
-  std::string bytes = ReadFile(path);
-  if (!bytes.empty()) return FromBytes(bytes, error);
-  auto* library = new Library;
-  library->has_all_ = true;
-  return library;
+  return FromBytes(ReadFile(path), error);
 }
 
 Library* Library::FromSource(const std::string& source, void** error) {
   Log("library from %zu bytes of source", source.size());
-  std::string compiler;
-  {
-    std::lock_guard lock(GetRegistry().mutex);
-    compiler = GetRegistry().compiler;
-  }
-  if (!compiler.empty()) {
-    static auto* compiled = new std::map<std::string, std::string>;  // by source
-    static auto* mutex = new std::mutex;
-    std::lock_guard lock(*mutex);
-    std::string& bytes = (*compiled)[source];
-    if (bytes.empty()) bytes = Compile(compiler, source, error);
-    return bytes.empty() ? nullptr : FromBytes(std::string(kLibraryMagic) + bytes, error);
-  }
-  auto* library = new Library;
-  constexpr std::string_view kStart = "kernel void ";
-  for (size_t i = 0; (i = source.find(kStart, i)) != std::string::npos;) {
-    i += kStart.size();
-    library->names_.insert(source.substr(i, source.find('(', i) - i));
-  }
-  return library;
+  static auto* compiled = new std::map<std::string, std::string>;  // by source
+  static auto* mutex = new std::mutex;
+  std::lock_guard lock(*mutex);
+  std::string& bytes = (*compiled)[source];
+  if (bytes.empty()) bytes = Compile(source, error);
+  return bytes.empty() ? nullptr : FromBytes(std::string(kLibraryMagic) + bytes, error);
 }
 
 Kernel Library::Find(const std::string& name) const {
-  if (handle_) {
-    if (void* symbol = dlsym(handle_, ("metal_kernel_" + name).c_str())) {
-      return reinterpret_cast<Kernel>(symbol);
-    }
-  }
-  std::lock_guard lock(GetRegistry().mutex);
-  auto it = GetRegistry().kernels.find(name);
-  return it == GetRegistry().kernels.end() ? nullptr : it->second;
-}
-
-bool Library::Has(const std::string& name) const {
-  return has_all_ || names_.count(name) || (handle_ && Find(name));
+  return reinterpret_cast<Kernel>(dlsym(handle_, ("metal_kernel_" + name).c_str()));
 }
 
 uint64_t Library::Slots(const std::string& name) const {
-  void* slots = handle_ ? dlsym(handle_, ("metal_slots_" + name).c_str()) : nullptr;
-  return slots ? *static_cast<uint64_t*>(slots) : Pipeline::kAllSlots;
+  void* slots = dlsym(handle_, ("metal_slots_" + name).c_str());
+  return *static_cast<uint64_t*>(slots);
 }
 
 void* Library::NewFunction(void* name) {
   std::string text = ToString(name);
-  return Has(text) ? ToId(new Function(this, text)) : nullptr;
+  return Find(text) ? ToId(new Function(this, text)) : nullptr;
 }
 
 const Constant* Library::Constants() const {
-  return handle_ ? static_cast<const Constant*>(dlsym(handle_, "metal_constants")) : nullptr;
+  return static_cast<const Constant*>(dlsym(handle_, "metal_constants"));
 }
 
 void* Library::NewFunctionWithConstants(void* name, void* values, void** error) {
@@ -232,7 +194,7 @@ void* Library::NewFunctionWithConstants(void* name, void* values, void** error) 
     return nullptr;
   }
   auto* given = FromId<ConstantValues>(values);
-  for (const Constant* constant = Constants(); constant && constant->name; constant++) {
+  for (const Constant* constant = Constants(); constant->name; constant++) {
     std::string value;
     if (auto it = given->at.find(constant->index); it != given->at.end()) value = it->second;
     if (auto it = given->named.find(constant->name); it != given->named.end()) value = it->second;
@@ -267,13 +229,10 @@ void Pipeline::Run(const Dispatch& dispatch) const {
 
 void* Library::FunctionNames() {
   auto* names = new Array;
-  if (handle_) {
-    using Names = const char* const*;
-    if (auto list = reinterpret_cast<Names>(dlsym(handle_, "metal_kernel_names"))) {
-      for (; *list; list++) names->objects.push_back(new String(*list));
-    }
+  using Names = const char* const*;
+  for (auto list = static_cast<Names>(dlsym(handle_, "metal_kernel_names")); *list; list++) {
+    names->objects.push_back(new String(*list));
   }
-  for (auto& name : names_) names->objects.push_back(new String(name));
   return ToId(names->Autorelease());
 }
 
@@ -282,10 +241,10 @@ Function::Function(Library* library, std::string name)
   library->Retain();
 }
 
-Pipeline::Pipeline(Function* function, Kernel kernel)
+Pipeline::Pipeline(Function* function)
     : Tracked(GetClass("SimComputePipelineState")),
       function(function),
-      kernel(kernel),
+      kernel(function->library->Find(function->name)),
       slots(function->library->Slots(function->name)) {
   function->Retain();
 }

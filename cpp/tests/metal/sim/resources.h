@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <set>
 #include <string>
 
 #include "foundation.h"
+#include "kernel.h"
 #include "order.h"
 #include "sim.h"
 
@@ -95,16 +95,16 @@ class ConstantValues final : public Object {
 
 class Library final : public Labelled {
  public:
-  Library() : Labelled(GetClass("SimLibrary")) {}
+  explicit Library(void* handle) : Labelled(GetClass("SimLibrary")), handle_(handle) {}
   static Library* FromSource(const std::string& source, void** error);
   static Library* FromBytes(const std::string& bytes, void** error);
   static Library* FromFile(const std::string& path, void** error);
 
+  /*! \brief The kernel's entry point; null where there is none of that name. */
   Kernel Find(const std::string& name) const;
-  bool Has(const std::string& name) const;
   /*! \brief The buffer slots that the kernel uses, and in the upper half those it only reads. */
   uint64_t Slots(const std::string& name) const;
-  /*! \brief Its function constants, ended by one without a name; null where it has none. */
+  /*! \brief Its function constants, ended by one without a name. */
   const Constant* Constants() const;
 
   void* NewFunction(void* name);
@@ -112,9 +112,7 @@ class Library final : public Labelled {
   void* FunctionNames();
 
  private:
-  void* handle_ = nullptr;
-  std::set<std::string> names_;
-  bool has_all_ = false;  // a file that is no library: kernels are host functions by name
+  void* handle_;
 };
 
 class Function final : public Labelled {
@@ -130,7 +128,7 @@ class Function final : public Labelled {
 
 class Pipeline final : public Tracked {
  public:
-  Pipeline(Function* function, Kernel kernel);
+  explicit Pipeline(Function* function);
   ~Pipeline() override { function->Release(); }
   NSUInteger MaxThreads() { return 1024; }
   NSUInteger SimdWidth() { return 32; }
@@ -138,9 +136,7 @@ class Pipeline final : public Tracked {
   bool Uses(int slot) const { return slots >> slot & 1; }
   bool OnlyReads(int slot) const { return slots >> (32 + slot) & 1; }
   void Run(const Dispatch& dispatch) const;
-  bool SlotsKnown() const { return slots != kAllSlots; }
 
-  static constexpr uint64_t kAllSlots = 0xffffffff;
   Function* function;  // owned
   Kernel kernel;
   uint64_t slots;

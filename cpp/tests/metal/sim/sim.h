@@ -11,8 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "kernel.h"
-
 namespace metal_sim {
 
 /*! \brief In which of the orders that Metal allows work runs. */
@@ -52,14 +50,6 @@ void WaitUntilIdle();
 
 /*! \brief Number of live objects by class name. */
 std::map<std::string, long> LiveObjects();
-
-/*! \brief A kernel that runs as a host function, for libraries made from source without a
- *  compiler (METAL_SIM_MSLC unset) or that lack it. */
-void RegisterKernel(const std::string& name, Kernel kernel);
-
-/*! \brief The command that compiles MSL: called with the paths of a source and of a library to
- *  make. At load METAL_SIM_MSLC of the environment is taken. */
-void SetCompiler(const std::string& command);
 
 /*! \brief Report a use against the rules. */
 [[gnu::format(printf, 1, 2)]] void Fault(const char* format, ...);
