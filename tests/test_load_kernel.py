@@ -1,0 +1,156 @@
+"""Hugging Face kernel folders: the variant that fits, its digests, its functions."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import platform
+import shutil
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import pytest
+import tvm_ffi
+
+import mlx_tvm_ffi as mtf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.cpu
+
+CPU = {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+OS = platform.system().lower()
+SUFFIX = ".dylib" if OS == "darwin" else ".so"
+FITTING = f"tvm-ffi01-cpu-{CPU}-{OS}"
+ID = "_rows_cpu_1a2b3c"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, library_path: Callable[[str], Path]) -> Path:
+    """A kernel folder with a variant that fits, as kernel-builder makes it."""
+    variant = tmp_path / "rows" / "build" / FITTING
+    variant.mkdir(parents=True)
+    shutil.copy(library_path("kernel_folder"), variant / (ID + SUFFIX))
+    (variant / "__init__.py").write_text("import torch\n")
+    write_metadata(variant)
+    return tmp_path / "rows"
+
+
+def write_metadata(variant: Path, **changes: object) -> None:
+    """Write metadata with the digest of what is there."""
+    files = {
+        path.name: base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+        for path in variant.iterdir()
+        if path.name != "metadata.json"
+    }
+    metadata = {"id": ID, "digest": {"algorithm": "sha256", "files": files}, **changes}
+    (variant / "metadata.json").write_text(json.dumps(metadata))
+
+
+def test_function_directly_and_as_op(folder: Path) -> None:
+    negate = mtf.load_kernel(folder, name="negate")
+    x, y = mx.array([1.0, 2.0]), mx.zeros(2)
+    mx.eval(x, y)
+    negate(x, y)
+    assert y.tolist() == [-1.0, -2.0]
+    assert mtf.op(negate, outputs=lambda x: x)(x).tolist() == [-1.0, -2.0]
+
+
+def test_module_without_a_name(folder: Path) -> None:
+    assert isinstance(mtf.load_kernel(str(folder)), tvm_ffi.Module)
+
+
+def test_missing_function_lists_those_that_are_there(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"got 'relu'. It has: double_it, negate\."):
+        mtf.load_kernel(folder, name="relu")
+
+
+def test_without_metadata(folder: Path) -> None:
+    (folder / "build" / FITTING / "metadata.json").unlink()
+    assert mtf.load_kernel(folder, name="negate")
+
+
+def test_folder_without_build(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="expected one with build/ in it"):
+        mtf.load_kernel(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (f"tvm-ffi09-cpu-{CPU}-{OS}", "is for another tvm-ffi"),
+        (f"tvm-ffi01-cpu-{CPU}-plan9", f"is for plan9, not {OS}"),
+        (f"tvm-ffi01-cpu-riscv-{OS}", f"is for riscv, not {CPU}"),
+        (f"tvm-ffi01-rocm63-{CPU}-{OS}", "is for rocm, which MLX does not have here"),
+        (f"torch29-cxx11-cu130-{CPU}-{OS}", "is not for tvm-ffi"),
+        ("tvm-ffi-xpu", "is for xpu"),
+        ("something", "is no variant's name"),
+    ],
+)
+def test_variants_that_do_not_fit_are_listed(folder: Path, name: str, reason: str) -> None:
+    (folder / "build" / FITTING).rename(folder / "build" / name)
+    with pytest.raises(FileNotFoundError, match=f"got: {name} {reason}"):
+        mtf.load_kernel(folder)
+
+
+@pytest.mark.parametrize("name", ["tvm-ffi-cpu", "tvm-ffi-universal"])
+def test_noarch_variants(folder: Path, name: str) -> None:
+    (folder / "build" / FITTING).rename(folder / "build" / name)
+    assert mtf.load_kernel(folder, name="negate")
+
+
+def test_arch_variant_comes_before_noarch(folder: Path) -> None:
+    (folder / "build" / "tvm-ffi-universal").mkdir()
+    assert mtf.load_kernel(folder, name="negate")
+
+
+def test_damaged_file(folder: Path) -> None:
+    library = folder / "build" / FITTING / (ID + SUFFIX)
+    library.write_bytes(library.read_bytes() + b"x")
+    with pytest.raises(ValueError, match=rf"{ID}.*expected a file with the sha256 digest"):
+        mtf.load_kernel(folder)
+
+
+def test_missing_and_added_files(folder: Path) -> None:
+    variant = folder / "build" / FITTING
+    (variant / "extra.py").write_text("")
+    with pytest.raises(ValueError, match=r"extra.py: .* got a file that is not listed"):
+        mtf.load_kernel(folder)
+    write_metadata(variant)
+    (variant / "extra.py").unlink()
+    with pytest.raises(ValueError, match=r"extra.py: .* got no file"):
+        mtf.load_kernel(folder)
+
+
+def test_unknown_digest(folder: Path) -> None:
+    write_metadata(folder / "build" / FITTING, digest={"algorithm": "md5", "files": {}})
+    with pytest.raises(ValueError, match="expected a digest by sha256 or sha512, got 'md5'"):
+        mtf.load_kernel(folder)
+
+
+@pytest.mark.parametrize("metadata", ["{", "[]"])
+def test_damaged_metadata(folder: Path, metadata: str) -> None:
+    (folder / "build" / FITTING / "metadata.json").write_text(metadata)
+    with pytest.raises(ValueError, match=r"metadata.json: expected a JSON object"):
+        mtf.load_kernel(folder)
+
+
+def test_several_libraries(folder: Path) -> None:
+    variant = folder / "build" / FITTING
+    shutil.copy(variant / (ID + SUFFIX), variant / ("other" + SUFFIX))
+    write_metadata(variant)
+    assert mtf.load_kernel(folder, name="negate")  # metadata says which
+    write_metadata(variant, id="neither")
+    with pytest.raises(FileNotFoundError, match=r"expected one library .* got: .*other"):
+        mtf.load_kernel(folder)
+
+
+def test_library_that_does_not_load(folder: Path) -> None:
+    variant = folder / "build" / FITTING
+    (variant / (ID + SUFFIX)).write_bytes(b"no library")
+    write_metadata(variant)
+    with pytest.raises(RuntimeError, match="expected a library that loads here"):
+        mtf.load_kernel(folder)
