@@ -11,7 +11,9 @@ if not (sys.argv[:1] == ["-m"] and "mlx_tvm_ffi" in sys.orig_argv):
     _versions.check_mlx()
     _versions.check_tvm_ffi()
 
-    from mlx_tvm_ffi import _exchange
+    from mlx_tvm_ffi import _exchange, metal
+    from mlx_tvm_ffi._kernel_folder import load_kernel
+    from mlx_tvm_ffi._load import load_module
     from mlx_tvm_ffi._op import ShapeDtype, op
     from mlx_tvm_ffi._stream import (
         StreamInterface,
@@ -26,6 +28,9 @@ if not (sys.argv[:1] == ["-m"] and "mlx_tvm_ffi" in sys.orig_argv):
         "StreamInterface",
         "StreamScope",
         "current_stream",
+        "load_kernel",
+        "load_module",
+        "metal",
         "op",
         "set_default_stream",
         "stream",

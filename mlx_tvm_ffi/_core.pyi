@@ -46,6 +46,7 @@ def make_op(
     name: str,
     arg_spec: Sequence[str],
     contiguous: Sequence[bool],
+    offsets: bool,
     aliases: Sequence[tuple[int, int]],
     pure: bool,
     capture: bool,

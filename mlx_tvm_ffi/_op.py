@@ -147,6 +147,7 @@ def op(
     arg_spec: Sequence[str] | None = None,
     name: str | None = None,
     contiguous: bool | Sequence[bool] = True,
+    offsets: bool = True,
     aliases: Mapping[int, int] | None = None,
     vjp: Rule | Op | None = None,
     jvp: Rule | Op | None = None,
@@ -184,6 +185,9 @@ def op(
     contiguous
         Whether the kernel needs its inputs row-contiguous, for all or for each. What is not
         row-contiguous is copied when the op is evaluated; False hands strides (elements) through.
+    offsets
+        Whether the kernel honours ``byte_offset``. False for kernels that take memory from the
+        start of a buffer, as TVM's do on Metal: slices are copied.
     aliases
         ``{output: input}``: the output is written into the input's memory, where MLX may donate
         it, else into a copy of it, so that no array that is still in use changes.
@@ -228,7 +232,7 @@ def op(
         got = type(name).__name__
         text = f"name: expected a string, got {got}. Leave it out for the function's own."
         raise _fail(TypeError, label, text)
-    for option, flag in (("pure", pure), ("capture", capture)):
+    for option, flag in (("offsets", offsets), ("pure", pure), ("capture", capture)):
         if not isinstance(flag, bool):
             text = f"{option}: expected a bool, got {type(flag).__name__}. Use True or False."
             raise _fail(TypeError, label, text)
@@ -243,6 +247,7 @@ def op(
         name=label,
         arg_spec=_to_arg_spec(arg_spec, label),
         contiguous=_to_flags(contiguous, label),
+        offsets=offsets,
         aliases=_to_pairs(aliases, label),
         pure=pure,
         capture=capture,

@@ -55,6 +55,8 @@ struct Options {
   /*! \brief For each input whether the kernel needs it row-contiguous; empty: all; one value: for
    * every input. */
   std::vector<bool> contiguous = {};
+  /*! \brief False: the kernel ignores byte_offset, so that an input with one is copied. */
+  bool offsets = true;
   /*! \brief {output, input}: the output is written into the input's memory, if MLX may donate it,
    * else into a copy. */
   std::vector<std::pair<int, int>> aliases = {};

@@ -103,7 +103,8 @@ class Evaluation {
 
   void Run() {
     for (size_t i = 0; i < inputs_.size(); ++i) {
-      if (kernel_.contiguous(i) && !inputs_[i].flags().row_contiguous) {
+      if ((kernel_.contiguous(i) && !inputs_[i].flags().row_contiguous) ||
+          (!kernel_.options().offsets && HasOffset(inputs_[i]))) {
         copies_.emplace(i, Copy(inputs_[i]));
       }
     }
@@ -121,6 +122,13 @@ class Evaluation {
   }
 
  private:
+  bool HasOffset(const mx::array& input) const {
+    if (input.size() == 0) return false;  // it has no memory
+    DLTensor tensor{};
+    backend_.Address(input, &tensor);
+    return tensor.byte_offset != 0;
+  }
+
   void Encode(const std::vector<mx::array>& inputs) {
     backend_.Encode(stream_, inputs, outputs_,
                     std::make_shared<KernelLaunch>(call_, backend_, stream_, inputs, outputs_));
@@ -292,8 +300,8 @@ bool Kernel::operator==(const Kernel& other) const {
   const Options& b = other.options_;
   return this == &other ||
          (function_.same_as(other.function_) && a.name == b.name && a.arg_spec == b.arg_spec &&
-          a.contiguous == b.contiguous && a.aliases == b.aliases && a.pure == b.pure &&
-          a.capture == b.capture && a.vmap == b.vmap);
+          a.contiguous == b.contiguous && a.offsets == b.offsets && a.aliases == b.aliases &&
+          a.pure == b.pure && a.capture == b.capture && a.vmap == b.vmap);
 }
 
 void Kernel::CheckCall(size_t inputs, size_t outputs, const Attributes& attributes) const {

@@ -217,15 +217,17 @@ void Finish() {
 }
 
 py::object MakeOp(uintptr_t function, const std::string& name, std::vector<std::string> arg_spec,
-                  std::vector<bool> contiguous, std::vector<std::pair<int, int>> aliases, bool pure,
-                  bool capture, const std::string& batching, py::object outputs, py::object vjp,
-                  py::object jvp, py::object vmap) {
+                  std::vector<bool> contiguous, bool offsets,
+                  std::vector<std::pair<int, int>> aliases, bool pure, bool capture,
+                  const std::string& batching, py::object outputs, py::object vjp, py::object jvp,
+                  py::object vmap) {
   TVMFFIAny view{};
   view.type_index = kTVMFFIFunction;
   view.v_obj = reinterpret_cast<TVMFFIObject*>(function);
   Options options{name,
                   std::move(arg_spec),
                   std::move(contiguous),
+                  offsets,
                   std::move(aliases),
                   pure,
                   capture,
@@ -263,9 +265,9 @@ void BindOp(py::module_& module) {
   op_type = MakeOpType();
   module.attr("Op") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(op_type));
   module.def("make_op", &MakeOp, py::arg("function"), py::kw_only(), py::arg("name"),
-             py::arg("arg_spec"), py::arg("contiguous"), py::arg("aliases"), py::arg("pure"),
-             py::arg("capture"), py::arg("batching"), py::arg("outputs"), py::arg("vjp"),
-             py::arg("jvp"), py::arg("vmap"));
+             py::arg("arg_spec"), py::arg("contiguous"), py::arg("offsets"), py::arg("aliases"),
+             py::arg("pure"), py::arg("capture"), py::arg("batching"), py::arg("outputs"),
+             py::arg("vjp"), py::arg("jvp"), py::arg("vmap"));
   py::module_::import("atexit").attr("register")(py::cpp_function(&Finish));
 }
 
