@@ -1,6 +1,7 @@
 // What host code made by TVM or TileLang calls of TVM's runtime, for processes that have none. A
 // library of its own, loaded when it is needed: C hosts find these functions by name, LLVM hosts
 // through tvm-ffi's context symbols.
+#include <mlx_tvm_ffi/stream.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -9,8 +10,6 @@
 #include <cstdlib>
 #include <mutex>
 #include <unordered_map>
-
-#define MLX_TVM_FFI_EXPORT __attribute__((visibility("default")))
 
 namespace {
 
@@ -79,13 +78,13 @@ struct TVMParallelGroupEnv {
   int32_t num_task;
 };
 
-MLX_TVM_FFI_EXPORT int TVMBackendGetFuncFromEnv(void* library, const char* name,
-                                                TVMFFIObjectHandle* function) {
+MLX_TVM_FFI_API int TVMBackendGetFuncFromEnv(void* library, const char* name,
+                                             TVMFFIObjectHandle* function) {
   return TVMFFIEnvModLookupFromImports(library, name, function);
 }
 
-MLX_TVM_FFI_EXPORT void* TVMBackendAllocWorkspace(int device_type, int device_id, uint64_t bytes,
-                                                  int, int) {
+MLX_TVM_FFI_API void* TVMBackendAllocWorkspace(int device_type, int device_id, uint64_t bytes, int,
+                                               int) {
   void* memory = nullptr;
   auto alloc = [&]() -> int {
     TVM_FFI_SAFE_CALL_BEGIN();
@@ -95,7 +94,7 @@ MLX_TVM_FFI_EXPORT void* TVMBackendAllocWorkspace(int device_type, int device_id
   return alloc() == 0 ? memory : nullptr;
 }
 
-MLX_TVM_FFI_EXPORT int TVMBackendFreeWorkspace(int device_type, int, void* memory) {
+MLX_TVM_FFI_API int TVMBackendFreeWorkspace(int device_type, int, void* memory) {
   TVM_FFI_SAFE_CALL_BEGIN();
   if (device_type == kDLCPU) {
     std::free(memory);
@@ -106,8 +105,8 @@ MLX_TVM_FFI_EXPORT int TVMBackendFreeWorkspace(int device_type, int, void* memor
 }
 
 // One task after the other on this thread, and one only where the caller leaves the number open.
-MLX_TVM_FFI_EXPORT int TVMBackendParallelLaunch(int (*task)(int, TVMParallelGroupEnv*, void*),
-                                                void* data, int num_task) {
+MLX_TVM_FFI_API int TVMBackendParallelLaunch(int (*task)(int, TVMParallelGroupEnv*, void*),
+                                             void* data, int num_task) {
   TVMParallelGroupEnv env{nullptr, num_task > 0 ? num_task : 1};
   for (int i = 0; i < env.num_task; ++i) {
     if (task(i, &env, data) != 0) return -1;
@@ -115,7 +114,7 @@ MLX_TVM_FFI_EXPORT int TVMBackendParallelLaunch(int (*task)(int, TVMParallelGrou
   return 0;
 }
 
-MLX_TVM_FFI_EXPORT int TVMBackendParallelBarrier(int, TVMParallelGroupEnv* env) {
+MLX_TVM_FFI_API int TVMBackendParallelBarrier(int, TVMParallelGroupEnv* env) {
   if (env->num_task == 1) return 0;
   TVMFFIErrorSetRaisedFromCStr(
       "NotImplementedError",
@@ -125,7 +124,7 @@ MLX_TVM_FFI_EXPORT int TVMBackendParallelBarrier(int, TVMParallelGroupEnv* env) 
 }
 
 // Not when the library is loaded: where TVM is there, its own functions are the better ones.
-MLX_TVM_FFI_EXPORT int mlx_tvm_ffi_register_tvm_host() {
+MLX_TVM_FFI_API int mlx_tvm_ffi_register_tvm_host() {
   TVM_FFI_SAFE_CALL_BEGIN();
   auto add = [](const char* name, auto* function) {
     TVM_FFI_CHECK_SAFE_CALL(
