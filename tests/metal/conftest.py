@@ -7,6 +7,7 @@ in place.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,13 @@ def kernels_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kernels(kernels_path: Path) -> tvm_ffi.Module:
     """Load the kernels."""
     return tvm_ffi.load_module(kernels_path)
+
+
+@pytest.fixture
+def load_kernels(kernels_path: Path, tmp_path: Path) -> Callable[[], tvm_ffi.Module]:
+    """Load a copy of the kernels that goes when nobody holds it."""
+    path = shutil.copy(kernels_path, tmp_path / "libdroppable.so")
+    return lambda: tvm_ffi.load_module(path, keep_module_alive=False)
 
 
 @pytest.fixture

@@ -64,7 +64,8 @@ struct Kept {
 /*! \brief An array that a direct call was handed, or memory that its kernel allocated. */
 struct Lent {
   mx::array array;
-  bool declared;  // to MLX's tracking, since the encoder was last acquired
+  bool declared = false;  // to MLX's tracking, since the encoder was last acquired
+  bool finished = false;  // its call has returned, while the encoder was held
 };
 
 /*! \brief One thread's view of one MLX stream. */
@@ -90,6 +91,7 @@ struct StreamState {
 
   // The direct call in progress.
   std::vector<Lent> lent;
+  bool untracked = false;  // it works on memory that nobody declared
   int encoders_before = 0;
 
   // Direct calls in a scope: the arrays that get their event when it is left.
@@ -173,7 +175,7 @@ bool IsEncoded(const mx::array& array, const mx::Stream& stream) {
   return typeid(primitive) == typeid(Encoded) && array.primitive().stream() == stream;
 }
 
-void MakeEncoded(mx::array& array, const mx::Stream& stream) {
+void MakeEncoded(mx::array array, const mx::Stream& stream) {
   mx::array memory(array.shape(), array.dtype(), nullptr, {});
   memory.copy_shared_buffer(array);
   memory.set_status(mx::array::Status::available);
@@ -223,11 +225,9 @@ void Declare(StreamState& state, CommandEncoder& encoder, bool on_encoder) {
 
 // At the outermost acquire of a direct call.
 void BeginDirect(StreamState& state, CommandEncoder& encoder, bool on_encoder) {
-  // A call that was handed no arrays works on memory that MLX's tracking cannot be told of.
+  state.untracked = !on_encoder || state.lent.empty();
   const MTL::ComputeCommandEncoder* open = OpenEncoder(encoder);
-  if (!on_encoder || state.lent.empty() || open == nullptr || open != state.ordered.get()) {
-    Order(state, encoder);
-  }
+  if (state.untracked || open == nullptr || open != state.ordered.get()) Order(state, encoder);
   if (on_encoder && OpenEncoder(encoder) == nullptr) {
     auto pool = MakePool();
     state.ordered = NS::RetainPtr(RawEncoder(encoder));
@@ -240,15 +240,17 @@ void BeginDirect(StreamState& state, CommandEncoder& encoder, bool on_encoder) {
 // At the outermost release.
 void EndDirect(StreamState& state, CommandEncoder& encoder, bool on_encoder) {
   Declare(state, encoder, on_encoder);  // what the kernel allocated
-  if (!on_encoder || state.lent.empty()) Order(state, encoder);
+  if (state.untracked) Order(state, encoder);
+  const std::vector<Lent> all = state.lent;
+  std::erase_if(state.lent, [](const Lent& lent) { return lent.finished; });
 
   if (state.scopes == 0) {
     std::vector<mx::array> arrays;
-    for (const Lent& lent : state.lent) arrays.push_back(lent.array);
+    for (const Lent& lent : all) arrays.push_back(lent.array);
     Submit(state, encoder, arrays);
     return;
   }
-  for (Lent& lent : state.lent) {
+  for (const Lent& lent : all) {
     if (IsEncoded(lent.array, state.stream)) continue;
     MakeEncoded(lent.array, state.stream);
     state.pending.push_back(lent.array);
@@ -475,7 +477,7 @@ class MetalBackend final : public Backend {
   void Start(mx::array& array) override {
     StreamState& state = StateOf(CurrentMlxStream());
     if (state.lent.empty()) state.encoders_before = state.encoders;
-    state.lent.push_back({array, false});
+    state.lent.push_back({array});
   }
 
   void* EnvStream(const mx::Device& device) override {
@@ -486,31 +488,35 @@ class MetalBackend final : public Backend {
   void Finish(mx::array& array) noexcept override {
     for (auto& state : ThisThread().streams) {
       auto& lent = state->lent;
-      auto last = std::find_if(lent.rbegin(), lent.rend(),
-                               [&](const Lent& other) { return other.array.id() == array.id(); });
+      auto last = std::find_if(lent.rbegin(), lent.rend(), [&](const Lent& other) {
+        return other.array.id() == array.id() && !other.finished;
+      });
       if (last == lent.rend()) continue;
-      try {
-        CommandEncoder& encoder = EncoderOf(state->stream);
-        if (state->encoders != 0 || state->command_buffers != 0) {
-          KeptBy(*state, encoder).memory.push_back(array.data_shared_ptr());
-        }
-        if (lent.size() == 1) EndCall(*state, encoder);
-      } catch (const std::exception& error) {
-        std::fprintf(stderr, "[mlx_tvm_ffi.call] %s\n", error.what());
+      if (state->encoders == 0 && state->command_buffers == 0) {
+        lent.erase(std::next(last).base());
+        return;
       }
-      lent.erase(std::next(last).base());
+      last->finished = true;  // gets its event at the release
+      if (std::all_of(lent.begin(), lent.end(), [](const Lent& other) { return other.finished; })) {
+        EndCall(*state);
+      }
       return;
     }
   }
 
  private:
-  // The last array is back. Submits for a kernel that did not release what it acquired.
-  static void EndCall(StreamState& state, CommandEncoder& encoder) {
-    const bool on_encoder = state.encoders_before == 0 && state.encoders != 0;
-    const bool on_command_buffer = state.command_buffers != 0;
+  // All arrays are back. Releases for a kernel that did not.
+  static void EndCall(StreamState& state) noexcept {
+    const bool on_encoder = state.encoders != 0;
+    if (on_encoder && state.encoders == state.encoders_before) return;
     state.encoders = state.encoders_before;
     state.command_buffers = 0;
-    if (on_encoder || on_command_buffer) EndDirect(state, encoder, on_encoder);
+    if (state.encoders != 0) return;
+    try {
+      EndDirect(state, EncoderOf(state.stream), on_encoder);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "[mlx_tvm_ffi.call] %s\n", error.what());
+    }
   }
 };
 
