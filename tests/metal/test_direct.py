@@ -47,9 +47,7 @@ def test_call(kernels: tvm_ffi.Module, data: Data) -> None:
     check(x, expected - 1)
 
 
-def test_call_does_not_wait(
-    sim: tvm_ffi.Module, kernels: tvm_ffi.Module, data: Data
-) -> None:
+def test_call_does_not_wait(sim: tvm_ffi.Module, kernels: tvm_ffi.Module, data: Data) -> None:
     x, y = data(), data()
     expected = values(x) + 1
     sim.reset_counts()

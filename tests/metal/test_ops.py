@@ -169,9 +169,7 @@ def test_two_dependent_dispatches(add_two: mtf.Op, data: Data) -> None:
     check(y, np.array(x) + 50)
 
 
-def test_missing_barrier_is_seen_here(
-    sim: tvm_ffi.Module, add_two: mtf.Op, data: Data
-) -> None:
+def test_missing_barrier_is_seen_here(sim: tvm_ffi.Module, add_two: mtf.Op, data: Data) -> None:
     mx.eval(add_two(data(), barrier=False))
     assert any("race" in error for error in sim.take_errors())
 
@@ -205,8 +203,10 @@ def test_slices_of_a_buffer_that_a_kernel_wrote(add_one: mtf.Op, add: mtf.Op, da
     x = data(64)
     y = add_one(x)
     parts = [y[i : i + 16] for i in range(0, 64, 16)]
-    check(add(add(parts[0], parts[1]), add_one(parts[3])),
-          np.array(x)[:16] + np.array(x)[16:32] + np.array(x)[48:] + 4)
+    check(
+        add(add(parts[0], parts[1]), add_one(parts[3])),
+        np.array(x)[:16] + np.array(x)[16:32] + np.array(x)[48:] + 4,
+    )
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (), (1,)])
@@ -266,12 +266,12 @@ def test_encoder_and_command_buffer_at_once_is_an_error(
     check(add_one(x), np.array(x) + 1)
 
 
-@pytest.mark.parametrize("encoder", [True, False])
-def test_release_of_nothing_is_an_error(
-    encoder: bool, kernels: tvm_ffi.Module, data: Data
+@pytest.mark.parametrize("what", ["encoder", "command buffer", "barrier"])
+def test_use_of_what_was_not_acquired_is_an_error(
+    what: str, kernels: tvm_ffi.Module, data: Data
 ) -> None:
     with pytest.raises(RuntimeError, match="expected an acquired one, got none"):
-        kernels.release_unacquired(data(), encoder)
+        kernels.release_unacquired(data(), what)
 
 
 def test_buffers_dropped_in_flight(

@@ -302,14 +302,21 @@ class MetalStream final : public MlxStream {
     StreamState& state = StateOf(Resolve());
     if (state.encoders == 0) {
       TVM_FFI_THROW(RuntimeError)
-          << "[mlx_tvm_ffi.ReleaseEncoder] encoder: expected an acquired one, got none.";
+          << "[mlx_tvm_ffi.ReleaseEncoder] encoder: expected an acquired one, got none. Release as "
+             "often as you acquired.";
     }
     if (--state.encoders != 0 || state.in_op) return;
     EndDirect(state, EncoderOf(state.stream), true);
   }
 
   void Barrier() override {
-    CommandEncoder& encoder = EncoderOf(Resolve());
+    StreamState& state = StateOf(Resolve());
+    if (state.encoders == 0) {
+      TVM_FFI_THROW(RuntimeError)
+          << "[mlx_tvm_ffi.Barrier] encoder: expected an acquired one, got none. Call it between "
+             "AcquireEncoder and ReleaseEncoder.";
+    }
+    CommandEncoder& encoder = EncoderOf(state.stream);
     encoder.barrier();
     CountDispatches(encoder, 1);
   }
@@ -339,7 +346,7 @@ class MetalStream final : public MlxStream {
     StreamState& state = StateOf(Resolve());
     if (state.command_buffers == 0) {
       TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.ReleaseCommandBuffer] command buffer: expected "
-                                     "an acquired one, got none.";
+                                     "an acquired one, got none. Release as often as you acquired.";
     }
     if (--state.command_buffers != 0) return;
     CommandEncoder& encoder = EncoderOf(state.stream);
@@ -363,6 +370,7 @@ class MetalStream final : public MlxStream {
     scopes.pop_back();
     if (left == nullptr) return;
     --left->scopes;
+    if (!left->buffer) return;  // never used on this thread
     CommandEncoder& encoder = EncoderOf(left->stream);
     Prune(*left);
     auto arrays = std::exchange(left->pending, {});
@@ -390,19 +398,25 @@ StreamState& StateOf(const mx::Stream& stream) {
 // While an op's kernel runs. Ends what it acquired and did not release.
 class OpScope {
  public:
-  OpScope(StreamState& state, CommandEncoder& encoder) : state_(state), encoder_(encoder) {
-    state_.in_op = true;
-  }
+  OpScope(StreamState& state, CommandEncoder& encoder)
+      : state_(state),
+        encoder_(encoder),
+        in_op_(std::exchange(state.in_op, true)),
+        encoders_(std::exchange(state.encoders, 0)),
+        command_buffers_(std::exchange(state.command_buffers, 0)) {}
   ~OpScope() {
     if (state_.command_buffers != 0) Order(state_, encoder_);
-    state_.command_buffers = 0;
-    state_.encoders = 0;
-    state_.in_op = false;
+    state_.command_buffers = command_buffers_;
+    state_.encoders = encoders_;
+    state_.in_op = in_op_;
   }
 
  private:
   StreamState& state_;
   CommandEncoder& encoder_;
+  const bool in_op_;
+  const int encoders_;
+  const int command_buffers_;
 };
 
 class MetalBackend final : public Backend {
@@ -438,14 +452,14 @@ class MetalBackend final : public Backend {
     KeepObject(state, encoder, launch->KeepAlive());
     for (const mx::array& input : inputs) DeclareInput(encoder, input);
     for (const mx::array& output : outputs) DeclareOutput(encoder, output);
-    encoder.maybeInsertBarrier();  // emits what is due, and shows the declarations to whoever comes
-                                   // next
+    encoder.maybeInsertBarrier();  // what is due, and shows the declarations to whoever comes next
+    const std::shared_ptr<Kept> kept = state.kept;
     {
       OpScope scope(state, encoder);
       launch->Run(state.interface);
     }
     // MLX would add a handler to a committed buffer, which ends the process.
-    if (encoder.get_command_buffer() != state.buffer.get()) {
+    if (state.kept != kept || state.buffer.get() != encoder.get_command_buffer()) {
       TVM_FFI_THROW(RuntimeError)
           << "[mlx_tvm_ffi.op] " << launch->name()
           << ": expected a kernel that encodes, got one that committed MLX's command buffer. "

@@ -1,12 +1,12 @@
 // Kernels that encode on the framework's encoder, as a kernel library does: metal-cpp and stream.h,
 // neither MLX nor us.
-#include <Metal/Metal.hpp>
 #include <mlx_tvm_ffi/stream.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/container/tuple.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
+#include <Metal/Metal.hpp>
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -36,9 +36,7 @@ kernel void fill(device float* y [[buffer(0)]], constant float& value [[buffer(1
                  uint i [[thread_position_in_grid]]) { y[i] = value; }
 )";
 
-NS::String* ToString(const char* text) {
-  return NS::String::string(text, NS::UTF8StringEncoding);
-}
+NS::String* ToString(const char* text) { return NS::String::string(text, NS::UTF8StringEncoding); }
 
 // Pipelines of this library, released when it is unloaded.
 class Pipelines {
@@ -207,16 +205,20 @@ void AcquireBoth(TensorView x, bool encoder_first) {
   }
 }
 
-void ReleaseUnacquired(TensorView x, bool encoder) {
+// Balances what was never acquired, or asks for a barrier there.
+void ReleaseUnacquired(TensorView x, const ffi::String& what) {
   StreamRef stream = CurrentStream(x.device());
-  encoder ? stream.ReleaseEncoder() : stream.ReleaseCommandBuffer();
+  if (what == "encoder") stream.ReleaseEncoder();
+  if (what == "command buffer") stream.ReleaseCommandBuffer();
+  if (what == "barrier") stream.Barrier();
 }
 
 int64_t ToInteger(void* pointer) { return reinterpret_cast<int64_t>(pointer); }
 
 // The buffer's handle, and the offset in bytes.
 ffi::Tuple<int64_t, int64_t> Where(TensorView x) {
-  return ffi::Tuple<int64_t, int64_t>(ToInteger(x.data_ptr()), static_cast<int64_t>(x.byte_offset()));
+  return ffi::Tuple<int64_t, int64_t>(ToInteger(x.data_ptr()),
+                                      static_cast<int64_t>(x.byte_offset()));
 }
 
 // A tensor that no array stands for, on memory of the caller's.
@@ -238,7 +240,8 @@ FourHandles Handles(TensorView x) {
   Encoding outer(x);
   Encoding inner(x);
   return FourHandles(ToInteger(outer.scope.encoder()), ToInteger(inner.scope.encoder()),
-          ToInteger(outer.stream.GetDevice()), ToInteger(outer.stream.GetDispatchQueue()));
+                     ToInteger(outer.stream.GetDevice()),
+                     ToInteger(outer.stream.GetDispatchQueue()));
 }
 
 // Calls `function` with the encoder held.
