@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from typing import TYPE_CHECKING
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 import pytest
-import tvm_ffi
 
 import mlx_tvm_ffi as mtf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import tvm_ffi
 
     Data = Callable[..., mx.array]
 
@@ -26,8 +28,6 @@ MANY = 120  # more than fit into one command buffer of MLX's
 @pytest.fixture(params=[False, True], ids=["no scope", "scope"])
 def scope(request: pytest.FixtureRequest) -> Callable[[], object]:
     """Give what a call is made in."""
-    import contextlib
-
     return mtf.stream if request.param else contextlib.nullcontext
 
 
@@ -197,13 +197,10 @@ def test_write_after_read_by_kernels(scope: Callable, kernels: tvm_ffi.Module, d
     x, y, z = data(), data(), data()
     first, second = values(x) + 1, values(z) + 1
     with scope():
-        for _ in range(5):
-            kernels.add_one(x, y)
-            kernels.add_one(z, x)
-            kernels.add_one(z, z) if False else None
+        kernels.add_one(x, y)
+        kernels.add_one(z, x)
+    check(y, first)
     check(x, second)
-    check(y, second + 1)
-    assert first.shape == second.shape
 
 
 def test_write_after_write(scope: Callable, kernels: tvm_ffi.Module, data: Data) -> None:
@@ -445,8 +442,8 @@ def test_two_threads(scope: Callable, kernels: tvm_ffi.Module, data: Data) -> No
                     kernels.add_one(x, y)
                     x, y = y, x
             check(x, expected)
-        except BaseException as error:  # noqa: BLE001: raised below
-            failures.append(error)
+        except BaseException as error:
+            failures.append(error)  # raised below
         finally:
             mx.clear_streams()
 
@@ -501,7 +498,7 @@ def test_failed_command_buffer_is_raised_by_whoever_reads(
     mx.synchronize()
     sim.configure("encoded", "encoded", True, 0, 1)
     kernels.add_one(x, y)
-    with pytest.raises(RuntimeError, match="[Cc]ommand buffer"):
+    with pytest.raises(RuntimeError, match=r"[Cc]ommand buffer"):
         y.tolist()
     for _ in range(count):
         kernels.add_one(x, y)

@@ -40,7 +40,7 @@ def increment(kernels: tvm_ffi.Module) -> mtf.Op:
 
 @pytest.fixture
 def add(kernels: tvm_ffi.Module) -> mtf.Op:
-    return mtf.op(kernels.add, outputs=lambda a, b: a)
+    return mtf.op(kernels.add, outputs=lambda a, _: a)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_kernel_that_evaluates_is_an_error(
     nested = mtf.op(
         lambda a, b: (mx.eval(x + 1), kernels.add_one(a, b))[1], outputs=lambda a: a, name="nested"
     )
-    with pytest.raises(RuntimeError, match="nested.*committed"):
+    with pytest.raises(RuntimeError, match=r"nested.*committed"):
         mx.eval(nested(x))
     check(add_one(x), np.array(x) + 1)
 
@@ -258,7 +258,7 @@ def test_encoder_and_command_buffer_at_once_is_an_error(
     encoder_first: bool, kernels: tvm_ffi.Module, add_one: mtf.Op, data: Data
 ) -> None:
     both = mtf.op(
-        lambda x, y: kernels.acquire_both(x, encoder_first), outputs=lambda x: x, name="both"
+        lambda x, _: kernels.acquire_both(x, encoder_first), outputs=lambda x: x, name="both"
     )
     x = data()
     with pytest.raises(RuntimeError, match="Release it before"):
@@ -377,8 +377,8 @@ def test_two_threads(add_one: mtf.Op, data: Data) -> None:
                     mx.async_eval(y, z)
             check(y, np.array(x) + 40)
             check(z, np.array(x) + 40 * (seed + 1))
-        except BaseException as error:  # noqa: BLE001: raised below
-            failures.append(error)
+        except BaseException as error:
+            failures.append(error)  # raised below
         finally:
             mx.clear_streams()
 
@@ -396,6 +396,6 @@ def test_failed_command_buffer_is_raised_once(
     x = data()
     mx.synchronize()
     sim.configure("encoded", "encoded", True, 0, 1)
-    with pytest.raises(RuntimeError, match="[Cc]ommand buffer"):
+    with pytest.raises(RuntimeError, match=r"[Cc]ommand buffer"):
         mx.eval(add_one(x))
     check(add_one(x), np.array(x) + 1)
