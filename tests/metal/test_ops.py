@@ -188,6 +188,21 @@ def test_kernel_with_encoders_of_its_own(
     check(y, expected)
 
 
+def test_kernels_with_encoders_of_their_own_cost_one_each(
+    sim: tvm_ffi.Module, kernels: tvm_ffi.Module, data: Data
+) -> None:
+    blit = mtf.op(kernels.blit, outputs=lambda x: x)
+    y = data()
+    mx.synchronize()
+    sim.reset_counts()
+    for _ in range(20):
+        y = blit(y)
+    mx.eval(y)
+    counts = dict(sim.counts())
+    assert counts["blit_encoders"] == 20
+    assert counts["compute_encoders"] == 0
+
+
 def test_slices_are_the_buffer_and_an_offset(
     kernels: tvm_ffi.Module, add_one: mtf.Op, data: Data
 ) -> None:

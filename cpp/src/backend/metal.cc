@@ -140,7 +140,7 @@ void Order(StreamState& state, CommandEncoder& encoder) {
     state.event = NS::TransferPtr(mx::metal::device(state.stream.device).mtl_device()->newEvent());
   }
   KeptBy(state, encoder).event = state.event;
-  encoder.end_encoding();
+  EndEncoding(encoder);
   MTL::CommandBuffer* buffer = encoder.get_command_buffer();
   buffer->encodeSignalEvent(state.event.get(), ++state.event_value);
   buffer->encodeWait(state.event.get(), state.event_value);

@@ -47,6 +47,7 @@ MLX_TVM_FFI_PRIVATE(Open, encoder_, NS::SharedPtr<MTL::ComputeCommandEncoder>);
 MLX_TVM_FFI_PRIVATE(BufferOps, buffer_ops_, int);
 MLX_TVM_FFI_PRIVATE(BufferSizes, buffer_sizes_, std::size_t);
 MLX_TVM_FFI_PRIVATE(NeedsBarrier, needs_barrier_, bool);
+MLX_TVM_FFI_PRIVATE(PrevInputs, prev_inputs_, std::unordered_set<MTL::Resource*>);
 MLX_TVM_FFI_PRIVATE(PrevOutputs, prev_outputs_, std::unordered_set<MTL::Resource*>);
 MLX_TVM_FFI_PRIVATE(NextInputs, next_inputs_, std::unordered_set<MTL::Resource*>);
 MLX_TVM_FFI_PRIVATE(AllInputs, all_inputs_, std::unordered_set<const void*>);
@@ -71,6 +72,17 @@ inline MTL::ComputeCommandEncoder* RawEncoder(mlx::core::metal::CommandEncoder& 
 /*! \brief The same, or null where none is open. */
 inline MTL::ComputeCommandEncoder* OpenEncoder(mlx::core::metal::CommandEncoder& encoder) {
   return (encoder.*Get(mlx_private::Open{})).get();
+}
+
+/*!
+ * \brief Ends MLX's encoder, if one is open, and drops declarations of dispatches that went to
+ * another: MLX drops those of its own encoder alone, and would open an empty one for the barrier
+ * that they ask for.
+ */
+inline void EndEncoding(mlx::core::metal::CommandEncoder& encoder) {
+  encoder.end_encoding();
+  (encoder.*Get(mlx_private::PrevInputs{})).clear();
+  (encoder.*Get(mlx_private::PrevOutputs{})).clear();
 }
 
 /*! \brief Counts dispatches that MLX did not make towards its limit for a command buffer. */
