@@ -171,8 +171,10 @@ typedef struct mtf_stream_api {
 /*! \brief Keeps a symbol to one shared library: two of them may be built with different versions of
  * this file. */
 #if defined(__GNUC__)
+#define MLX_TVM_FFI_API __attribute__((visibility("default")))
 #define MLX_TVM_FFI_LOCAL __attribute__((visibility("hidden")))
 #else
+#define MLX_TVM_FFI_API
 #define MLX_TVM_FFI_LOCAL
 #endif
 
