@@ -391,7 +391,9 @@ def test_direct_call_and_other_streams(kernels):
         kernels.slow_add_one(
             z, x, MICROSECONDS
         )  # of a stream that is not this thread's current one
-        check(x, (np.arange(SIZE) + 1) * 2 + 1)
+        w = mx.multiply(x, 1.0, stream=mx.cpu)
+        kernels.add_one(w, x)
+        check(x, (np.arange(SIZE) + 1) * 2 + 2)
         x = ramp()
         del i
 

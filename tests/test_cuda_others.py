@@ -28,7 +28,7 @@ void Softmax(tvm::ffi::TensorView x, tvm::ffi::TensorView y, int64_t threads, in
   void *from = x.data_ptr(), *to = y.data_ptr(), *none = nullptr;
   int columns = static_cast<int>(x.size(1));
   void* arguments[] = {&from, &to, &columns, &none, &none};
-  dim3 grid(static_cast<unsigned>(x.size(0))), block(static_cast<unsigned>(threads));
+  tvm::ffi::dim3 grid(static_cast<unsigned>(x.size(0))), block(static_cast<unsigned>(threads));
   auto* stream = static_cast<cudaStream_t>(
       TVMFFIEnvGetStream(x.device().device_type, x.device().device_id));
   auto result = kernel.Launch(arguments, grid, block, stream, static_cast<uint32_t>(shared));
@@ -139,8 +139,17 @@ def test_cupy():
     cupy = pytest.importorskip("cupy", reason="needs CuPy")
     kernel = cupy.RawKernel(CUDA, "softmax", options=("--std=c++17",))
 
+    class Handle:
+        """A stream by CUDA's stream protocol."""
+
+        def __init__(self, address):
+            self.address = address
+
+        def __cuda_stream__(self):
+            return 0, self.address
+
     def softmax(x, y):
-        with cupy.cuda.ExternalStream(tvm_ffi.get_raw_stream(x.device)):
+        with cupy.cuda.Stream.from_external(Handle(tvm_ffi.get_raw_stream(x.device))):
             kernel((x.shape[0],), (256,), (x.data_ptr(), y.data_ptr(), np.int32(x.shape[1])))
 
     check(tvm_ffi.convert(softmax))

@@ -192,6 +192,7 @@ struct ThreadState {
   std::vector<std::unique_ptr<OwnStream>> streams;
   std::vector<std::unique_ptr<Recorder>> recorders;  // by device
   RunningOp* op = nullptr;
+  bool capturing = false;  // also while an op runs straight inside a captured one
   std::vector<OpenScope> scopes;
   // Direct calls: how many arrays are handed over, the calls in progress, and the arrays that came
   // back from them.
@@ -227,16 +228,21 @@ class RunScope {
   RunningOp* outer_;
 };
 
-/*! \brief Lets this thread call what a capture forbids: MLX allocates on a stream that is not
- * captured. */
+/*! \brief In a capture, lets this thread call what captures forbid: MLX allocates on a stream that
+ * is not captured. */
 class RelaxedScope {
  public:
-  RelaxedScope() { cuThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedScope() {
+    if (capturing_) cuThreadExchangeStreamCaptureMode(&mode_);
+  }
   RelaxedScope(const RelaxedScope&) = delete;
   RelaxedScope& operator=(const RelaxedScope&) = delete;
-  ~RelaxedScope() { cuThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedScope() {
+    if (capturing_) cuThreadExchangeStreamCaptureMode(&mode_);
+  }
 
  private:
+  const bool capturing_ = ThreadState::Get().capturing;
   CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
@@ -382,11 +388,8 @@ const char* ProblemOf(CUgraphNode node) {
 /*! \brief A recorded kernel that stands alone, in the terms of MLX's encoder; nothing where it does
  * not fit them. */
 std::optional<CUDA_KERNEL_NODE_PARAMS> PlainKernel(CUgraphNode node) {
-  CUgraphNodeType type{};
-  Check(cuGraphNodeGetType(node, &type), "cuGraphNodeGetType");
-  if (type != CU_GRAPH_NODE_TYPE_KERNEL) return std::nullopt;
   CUDA_KERNEL_NODE_PARAMS params{};
-  Check(cuGraphKernelNodeGetParams(node, &params), "cuGraphKernelNodeGetParams");
+  if (cuGraphKernelNodeGetParams(node, &params) != CUDA_SUCCESS) return std::nullopt;  // no kernel
   if (params.extra != nullptr) return std::nullopt;
   CUlaunchAttributeValue value{};
   Check(cuGraphKernelNodeGetAttribute(node, CU_LAUNCH_ATTRIBUTE_COOPERATIVE, &value),
@@ -418,9 +421,8 @@ class Encoding {
     // The first op after a commit is launched at once: nothing has to come before it, and a graph
     // of one is slow.
     bool first = Of(encoder_, NodeCount()) == 0 && Of(encoder_, Temporaries()).empty();
-    bool nested = state_.op != nullptr && state_.op->recording != nullptr;
     Capture capture = launch_->capture();
-    if (nested || capture == Capture::kNo ||
+    if (state_.capturing || capture == Capture::kNo ||
         (capture == Capture::kYes && (first || !UsesGraphs()))) {
       RunStraight();
     } else {
@@ -465,6 +467,7 @@ class Encoding {
     Keep(encoder_, &own_, launch_->KeepAlive());
     Recorder& recorder = RecorderOfDevice();
     recorder.Begin();
+    state_.capturing = true;
     std::exception_ptr error;
     {
       op_.recording = recorder.stream();
@@ -475,6 +478,7 @@ class Encoding {
         error = std::current_exception();
       }
     }
+    state_.capturing = false;
     const char* problem = nullptr;
     if (!recorder.End()) {
       ForgetRuntimeErrors();
@@ -629,9 +633,14 @@ class CudaBackend final : public Backend {
 
   void Prepare(mx::array& array) override {
     if (array.status() == mx::array::Status::unscheduled) mx::async_eval({array});
+    if (array.is_available()) return;
     mx::Stream current = CurrentStream();
-    if (!array.is_available() && array.event().stream() != current)
+    mx::Stream stream = array.event().stream();
+    if (stream.device != mx::Device::gpu) {
+      array.wait();  // on the CPU memory may move, and pointers are taken before the device waits
+    } else if (stream != current) {
       Marker::Commit(current, {array});
+    }
   }
 
   void Start(mx::array& array) override {
