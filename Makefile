@@ -14,7 +14,7 @@ PIP = $(BIN)/python -m pip
 # tvm-ffi's load_inline finds ninja, and keeps its builds in the checkout.
 RUN = PATH="$(CURDIR)/$(BIN):$$PATH" TVM_FFI_CACHE_DIR=$(CURDIR)/build/tvm_ffi/$(VENV) $(BIN)/python
 
-.PHONY: build demo test wheel-test metal lint cuda-symbols bench bench-run clean
+.PHONY: build demo test wheel-test artifacts metal lint cuda-symbols bench bench-run clean
 
 demo: build $(VENV)/.examples $(VENV)/.model
 	$(RUN) examples/sentence_embeddings.py
@@ -33,6 +33,15 @@ wheel-test:
 	$(PIP) wheel -q --no-deps -w build/wheel .
 	$(PIP) install -q "$$(echo build/wheel/*.whl)[cpu]"
 	cd build/wheel && $(CURDIR)/$(BIN)/python -m pytest -c ../../pyproject.toml ../../tests $(ARGS)
+
+# Kernels that the real TVM and the real TileLang make, each in an environment of its own (TileLang's,
+# with torch, takes 1.3 GB), for tests that skip without them.
+artifacts: build/artifacts/tvm/.made build/artifacts/tilelang/.made
+
+build/artifacts/%/.made: tests/artifacts/make_%.py mlx_tvm_ffi/tilelang_artifact.py
+	$(MAKE) --no-print-directory PYTHON=python3 VENV=.venv-$* VERSIONS= .venv-$*/.$*
+	.venv-$*/bin/python $< $(@D)
+	@touch $@
 
 # Metal without a Mac: cpp/tests/metal/README.md.
 metal: VENV = .venv-metal
