@@ -149,7 +149,7 @@ class MLX_TVM_FFI_API KernelPrimitive : public mx::Primitive {
   virtual std::shared_ptr<KernelPrimitive> Clone(
       std::shared_ptr<const std::vector<ShapeDtype>> outputs) const;
 
-  /*! 	hrows tvm::ffi::Error ValueError where inputs, outputs or attributes do not fit the kernel.
+  /*! \throws tvm::ffi::Error ValueError where inputs, outputs or attributes do not fit the kernel.
    */
   void Check(const std::vector<mx::array>& inputs);
 
