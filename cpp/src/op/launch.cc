@@ -167,7 +167,8 @@ KernelLaunch::~KernelLaunch() {
 }
 
 void KernelLaunch::Bind(const mx::array& array, const mx::Device& device, int64_t** dims) {
-  Bound& bound = tensors_.emplace_back();
+  tensors_.emplace_back();
+  Bound& bound = tensors_.back();
   FillTensor(array, device, backend_, *dims, &bound.tensor);
   bound.data = array.data_shared_ptr();
   *dims += 2 * array.ndim();
@@ -225,7 +226,7 @@ void KernelLaunch::Call() {
     }
   } on_throw{&give_back};
 
-  std::vector<ffi::AnyView> arguments;
+  mx::SmallVector<ffi::AnyView, 16> arguments;
   arguments.reserve(count + call_->attributes.size() + 1);
   auto push_tensor = [&](size_t i) {
     arguments.emplace_back(static_cast<const ffi::TensorObj*>(borrowed.tensors[base + i].get()));

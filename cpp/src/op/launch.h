@@ -49,8 +49,9 @@ class KernelLaunch final : public Launch {
   Backend& backend_;
   mx::Stream stream_;
   size_t inputs_;
-  std::vector<Bound> tensors_;
-  std::vector<int64_t> dims_;
+  mx::SmallVector<Bound, 4>
+      tensors_;  // with room for most calls, so that a launch is one allocation
+  mx::SmallVector<int64_t, 16> dims_;
 };
 
 }  // namespace mlx_tvm_ffi
