@@ -119,6 +119,7 @@ def install() -> None:
     """Install the package, built against the MLX with Metal."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
     settings = [
+        "cmake.build-type=None",  # quicker, and with assertions
         f"build-dir={BUILD}/package-{MLX_VERSION}",
         f"cmake.define.MLX_DIR={MLX}/share/cmake/MLX",
     ]

@@ -48,20 +48,26 @@ def macos_cxx() -> list[str]:
     return [str(ZIG), "c++", "-target", MACOS_TARGET, "-std=c++20", "-O1", "-fvisibility=hidden"]
 
 
-def mlx_metal(version: str) -> Path:
-    """Return the folder ``mlx`` of the macOS package of an MLX version, fetched from PyPI once."""
-    folder = ROOT / "build" / "metal" / f"mlx-metal-{version}"
+def macos_package(name: str, version: str) -> Path:
+    """Return the folder of a package for macOS, fetched from PyPI once."""
+    folder = ROOT / "build" / "metal" / f"{name}-{version}"
     if not folder.exists():
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-        platform = ["--platform=macosx_14_0_arm64", "--python-version=3.11"]
+        python = f"--python-version={sys.version_info.major}.{sys.version_info.minor}"
         target = folder.with_name("wheels")
-        subprocess.run([*pip, *platform, "-d", target, f"mlx-metal=={version}"], check=True)
-        (wheel,) = target.glob(f"mlx_metal-{version}-*.whl")
+        command = [*pip, "--platform=macosx_14_0_arm64", python, "-d", target, f"{name}=={version}"]
+        subprocess.run(command, check=True, env={**os.environ, "LD_PRELOAD": ""})
+        (wheel,) = target.glob(f"{name.replace('-', '_')}-{version}-*.whl")
         fresh = folder.with_name(f"{folder.name}.{os.getpid()}")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(fresh)
         fresh.rename(folder)
-    return folder / "mlx"
+    return folder
+
+
+def mlx_metal(version: str) -> Path:
+    """Return the folder ``mlx`` of MLX for macOS."""
+    return macos_package("mlx-metal", version) / "mlx"
 
 
 if __name__ == "__main__":
