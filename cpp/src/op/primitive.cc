@@ -88,6 +88,14 @@ bool MayDonate(const mx::array& input) {
   return input.buffer_size() <= input.nbytes() + kSlackBytes;
 }
 
+void CheckAlias(const Options& options, int output, const mx::Shape& shape, mx::Dtype dtype,
+                const mx::array& input) {
+  if (shape == input.shape() && dtype == input.dtype()) return;
+  TVM_FFI_THROW(ValueError) << Where(options) << "aliases: expected output " << output
+                            << " to be like its input, " << input.dtype() << input.shape()
+                            << ", got " << dtype << shape << ". Correct outputs.";
+}
+
 /*! \brief One evaluation of a call: mends the inputs, gives the outputs memory and hands the launch
  * to the backend. */
 class Evaluation {
@@ -150,6 +158,9 @@ class Evaluation {
   void GiveMemory(size_t output) {
     for (const auto& [aliased, input] : kernel_.options().aliases) {
       if (static_cast<size_t>(aliased) == output) {
+        const mx::array& array = outputs_[output];  // of other shapes than the call's, if shapeless
+        CheckAlias(kernel_.options(), aliased, array.shape(), array.dtype(),
+                   inputs_[static_cast<size_t>(input)]);
         return Alias(&outputs_[output], static_cast<size_t>(input));
       }
     }
@@ -461,6 +472,10 @@ void KernelPrimitive::Check(const std::vector<mx::array>& inputs) {
       TVM_FFI_THROW(ValueError) << Where(options) << "inputs: expected arrays, got number " << i
                                 << " without a value. It was moved from.";
     }
+  }
+  for (const auto& [output, input] : options.aliases) {
+    const ShapeDtype& spec = (*outputs_)[static_cast<size_t>(output)];
+    CheckAlias(options, output, spec.shape, spec.dtype, inputs[static_cast<size_t>(input)]);
   }
   for (const ShapeDtype& output : *outputs_) {
     CheckShape(options, output);

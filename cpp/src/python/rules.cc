@@ -1,9 +1,12 @@
 #include "python/rules.h"
 
 #include <mlx/ops.h>
+#include <mlx/transforms.h>
 #include <tvm/ffi/error.h>
 
+#include <functional>
 #include <limits>
+#include <sstream>
 #include <string>
 
 #include "array/py_array.h"
@@ -126,16 +129,60 @@ std::vector<std::optional<mx::array>> ReadArrays(const std::string& op, const ch
   return arrays;
 }
 
-void ExpectLike(const std::string& op, const char* rule, const mx::array& got,
-                const mx::array& like) {
-  if (got.shape() == like.shape()) return;
-  auto text = [](const mx::Shape& shape) {
-    std::string result = "(";
-    for (int dim : shape) result += std::to_string(dim) + ", ";
-    return result + ")";
-  };
-  throw py::value_error(Where(op) + rule + ": expected an array of shape " + text(like.shape()) +
-                        ", got " + text(got.shape()) + ". Correct the rule.");
+std::string Describe(const mx::Shape& shape, mx::Dtype dtype) {
+  std::ostringstream text;
+  text << dtype << shape;
+  return text.str();
+}
+
+void ExpectShape(const std::string& op, const char* rule, const mx::array& got,
+                 const mx::Shape& shape) {
+  if (got.shape() == shape) return;
+  throw py::value_error(Where(op) + rule + ": expected an array of shape " +
+                        Describe(shape, got.dtype()) + ", got " +
+                        Describe(got.shape(), got.dtype()) + ". Correct the rule.");
+}
+
+// A gradient or tangent of `like`; kernels further on rely on its dtype.
+mx::array ReadLike(const std::string& op, const char* rule, const mx::array& got,
+                   const mx::array& like, const mx::Stream& stream) {
+  ExpectShape(op, rule, got, like.shape());
+  return mx::astype(got, like.dtype(), stream);
+}
+
+using ArraysFunction = std::function<std::vector<mx::array>(const std::vector<mx::array>&)>;
+
+// A rule is written for one element: `batches` leading dimensions are mapped over.
+std::vector<mx::array> MapOver(int batches, ArraysFunction rule,
+                               const std::vector<mx::array>& arrays) {
+  for (; batches > 0; --batches) rule = mx::vmap(rule);
+  return rule(arrays);
+}
+
+std::vector<mx::array> Join(std::initializer_list<const std::vector<mx::array>*> parts) {
+  std::vector<mx::array> all;
+  for (const auto* part : parts) all.insert(all.end(), part->begin(), part->end());
+  return all;
+}
+
+std::vector<mx::array> Take(const std::vector<mx::array>& all, size_t from, size_t count) {
+  auto begin = all.begin() + static_cast<std::ptrdiff_t>(from);
+  return {begin, begin + static_cast<std::ptrdiff_t>(count)};
+}
+
+int ReadAxis(const std::string& op, py::handle axis, int ndim) {
+  Py_ssize_t value = PyIndex_Check(axis.ptr()) != 0
+                         ? PyNumber_AsSsize_t(axis.ptr(), nullptr)
+                         : throw py::type_error(Where(op) +
+                                                "vmap: expected an axis that is an "
+                                                "integer or None, got " +
+                                                TypeName(axis) + ". Correct the rule.");
+  if (value < -ndim || value >= ndim) {
+    throw py::value_error(Where(op) + "vmap: expected an axis of an output with " +
+                          std::to_string(ndim) + " dimensions, got " + std::to_string(value) +
+                          ". Correct the rule.");
+  }
+  return static_cast<int>(value < 0 ? value + ndim : value);
 }
 
 // From here on a thread that asks for Python's lock never runs again.
@@ -188,10 +235,11 @@ std::vector<ShapeDtype> ReadOutputs(const std::string& op, py::handle outputs) {
 PyPrimitive::PyPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> call,
                          std::shared_ptr<const std::vector<ShapeDtype>> outputs,
                          std::shared_ptr<const Rules> rules,
-                         std::shared_ptr<const HeldObject> keywords)
+                         std::shared_ptr<const HeldObject> keywords, int batches)
     : KernelPrimitive(stream, std::move(call), std::move(outputs)),
       rules_(std::move(rules)),
-      keywords_(std::move(keywords)) {}
+      keywords_(std::move(keywords)),
+      batches_(batches) {}
 
 void PyPrimitive::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   // Who evaluates with Python's lock, as mx.save does, goes on to wait with it: the kernel would
@@ -212,17 +260,28 @@ std::vector<mx::array> PyPrimitive::vjp(const std::vector<mx::array>& primals,
   if (rules_->vjp.get().is_none()) {
     return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
   }
-  py::object result = rules_->vjp.get()(ToTuple(primals), ToOneOrTuple(cotangents),
-                                        ToOneOrTuple(outputs), **Keywords(keywords_));
-  auto gradients = ReadArrays(name(), "vjp", result, primals.size(), true);
-  std::vector<mx::array> chosen;
-  for (int i : argnums) {
-    const mx::array& primal = primals[static_cast<size_t>(i)];
-    const auto& gradient = gradients[static_cast<size_t>(i)];
-    if (gradient.has_value()) ExpectLike(name(), "vjp", *gradient, primal);
-    chosen.push_back(gradient.has_value() ? *gradient : mx::zeros_like(primal, stream()));
-  }
-  return chosen;
+  size_t inputs = primals.size();
+  size_t count = outputs.size();
+  auto rule = [&](const std::vector<mx::array>& all) {
+    std::vector<mx::array> primals = Take(all, 0, inputs);
+    std::vector<mx::array> cotangents = Take(all, inputs, count);
+    std::vector<mx::array> outputs = Take(all, inputs + count, count);
+    for (size_t i = 0; i < count; ++i) {
+      cotangents[i] = mx::astype(cotangents[i], outputs[i].dtype(), stream());
+    }
+    py::object result = rules_->vjp.get()(ToTuple(primals), ToOneOrTuple(cotangents),
+                                          ToOneOrTuple(outputs), **Keywords(keywords_));
+    auto gradients = ReadArrays(name(), "vjp", result, inputs, true);
+    std::vector<mx::array> chosen;
+    for (int i : argnums) {
+      const mx::array& primal = primals[static_cast<size_t>(i)];
+      const auto& gradient = gradients[static_cast<size_t>(i)];
+      chosen.push_back(gradient.has_value() ? ReadLike(name(), "vjp", *gradient, primal, stream())
+                                            : mx::zeros_like(primal, stream()));
+    }
+    return chosen;
+  };
+  return MapOver(batches_, rule, Join({&primals, &cotangents, &outputs}));
 }
 
 std::vector<mx::array> PyPrimitive::jvp(const std::vector<mx::array>& primals,
@@ -230,19 +289,29 @@ std::vector<mx::array> PyPrimitive::jvp(const std::vector<mx::array>& primals,
                                         const std::vector<int>& argnums) {
   RuleScope scope(stream());
   if (rules_->jvp.get().is_none()) return KernelPrimitive::jvp(primals, tangents, argnums);
-  std::vector<mx::array> all;
-  for (const mx::array& primal : primals) all.push_back(mx::zeros_like(primal, stream()));
-  for (size_t i = 0; i < argnums.size(); ++i) all[static_cast<size_t>(argnums[i])] = tangents[i];
-  std::vector<mx::array> outputs = Apply(Clone(this->outputs()), primals);
-  py::object result = rules_->jvp.get()(ToTuple(primals), ToTuple(all), ToOneOrTuple(outputs),
-                                        **Keywords(keywords_));
-  std::vector<mx::array> chosen;
-  auto read = ReadArrays(name(), "jvp", result, outputs.size(), false);
-  for (size_t i = 0; i < read.size(); ++i) {
-    ExpectLike(name(), "jvp", *read[i], outputs[i]);
-    chosen.push_back(*read[i]);
+  size_t inputs = primals.size();
+  std::vector<mx::array> all_tangents;
+  for (const mx::array& primal : primals) {
+    all_tangents.push_back(mx::zeros_like(primal, stream()));
   }
-  return chosen;
+  for (size_t i = 0; i < argnums.size(); ++i) {
+    size_t input = static_cast<size_t>(argnums[i]);
+    all_tangents[input] = mx::astype(tangents[i], primals[input].dtype(), stream());
+  }
+  std::vector<mx::array> outputs = Apply(Clone(this->outputs()), primals);
+  auto rule = [&, count = outputs.size()](const std::vector<mx::array>& all) {
+    std::vector<mx::array> outputs = Take(all, 2 * inputs, count);
+    py::object result =
+        rules_->jvp.get()(ToTuple(Take(all, 0, inputs)), ToTuple(Take(all, inputs, inputs)),
+                          ToOneOrTuple(outputs), **Keywords(keywords_));
+    auto read = ReadArrays(name(), "jvp", result, count, false);
+    std::vector<mx::array> chosen;
+    for (size_t i = 0; i < count; ++i) {
+      chosen.push_back(ReadLike(name(), "jvp", *read[i], outputs[i], stream()));
+    }
+    return chosen;
+  };
+  return MapOver(batches_, rule, Join({&primals, &all_tangents, &outputs}));
 }
 
 std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
@@ -259,19 +328,38 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
                          "vmap: expected a rule that returns (outputs, axes), got " +
                          TypeName(result) + ". Return a tuple of two.");
   }
-  size_t count = outputs()->size();
-  std::vector<mx::array> arrays;
-  for (auto& array : ReadArrays(name(), "vmap", result[py::int_(0)], count, false)) {
-    arrays.push_back(*array);
-  }
+  const std::vector<ShapeDtype>& specs = *outputs();
   py::object out_axes = result[py::int_(1)];
   if (!py::isinstance<py::sequence>(out_axes)) out_axes = py::make_tuple(out_axes);
-  std::vector<int> chosen;
-  for (py::handle axis : out_axes) chosen.push_back(axis.is_none() ? -1 : axis.cast<int>());
-  if (chosen.size() != count) {
+  if (py::len(out_axes) != specs.size()) {
     throw py::value_error(Where(name()) + "vmap: expected an axis for each of " +
-                          std::to_string(count) + " outputs, got " + std::to_string(chosen.size()) +
+                          std::to_string(specs.size()) + " outputs, got " +
+                          std::to_string(py::len(out_axes)) +
                           ". Use None for one without a batch.");
+  }
+  int batch = 0;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (axes[i] >= 0) batch = inputs[i].shape(axes[i]);
+  }
+  auto read = ReadArrays(name(), "vmap", result[py::int_(0)], specs.size(), false);
+  std::vector<mx::array> arrays;
+  std::vector<int> chosen;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    mx::array array = mx::astype(*read[i], specs[i].dtype, stream());
+    py::object out_axis = out_axes[py::int_(i)];
+    mx::Shape shape = specs[i].shape;
+    int axis = 0;
+    if (out_axis.is_none()) {  // MLX would take the last axis for the batch
+      ExpectShape(name(), "vmap", array, shape);
+      shape.insert(shape.begin(), batch);
+      array = mx::broadcast_to(array, shape, stream());
+    } else {
+      axis = ReadAxis(name(), out_axis, static_cast<int>(shape.size()) + 1);
+      shape.insert(shape.begin() + axis, batch);
+      ExpectShape(name(), "vmap", array, shape);
+    }
+    arrays.push_back(std::move(array));
+    chosen.push_back(axis);
   }
   return {arrays, chosen};
 }
@@ -279,15 +367,28 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
 std::vector<mx::Shape> PyPrimitive::output_shapes(const std::vector<mx::array>& inputs) {
   RuleScope scope(stream());
   if (rules_->outputs.get().is_none()) return KernelPrimitive::output_shapes(inputs);
-  py::object result = rules_->outputs.get()(*ToTuple(inputs), **Keywords(keywords_));
+  std::vector<mx::array> elements;
+  mx::Shape batch;
+  for (const mx::array& input : inputs) {
+    auto first = input.shape().begin() + batches_;
+    batch = mx::Shape(input.shape().begin(), first);
+    elements.emplace_back(mx::Shape(first, input.shape().end()), input.dtype(), nullptr,
+                          std::vector<mx::array>{});
+  }
+  py::object result =
+      rules_->outputs.get()(*ToTuple(batches_ == 0 ? inputs : elements), **Keywords(keywords_));
   std::vector<mx::Shape> shapes;
-  for (ShapeDtype& spec : ReadOutputs(name(), result)) shapes.push_back(std::move(spec.shape));
+  for (const ShapeDtype& spec : ReadOutputs(name(), result)) {
+    shapes.push_back(batch);
+    shapes.back().insert(shapes.back().end(), spec.shape.begin(), spec.shape.end());
+  }
   return shapes;
 }
 
 bool PyPrimitive::is_equivalent(const mx::Primitive& other) const {
   const auto* peer = dynamic_cast<const PyPrimitive*>(&other);
-  if (peer == nullptr || !KernelPrimitive::is_equivalent(other)) return false;
+  if (peer == nullptr || peer->batches_ != batches_) return false;
+  if (!KernelPrimitive::is_equivalent(other)) return false;
   const Rules& a = *rules_;
   const Rules& b = *peer->rules_;
   return &a == &b || (a.outputs.get().is(b.outputs.get()) && a.vjp.get().is(b.vjp.get()) &&
@@ -297,7 +398,11 @@ bool PyPrimitive::is_equivalent(const mx::Primitive& other) const {
 std::shared_ptr<KernelPrimitive> PyPrimitive::Clone(
     std::shared_ptr<const std::vector<ShapeDtype>> outputs) const {
   mx::Stream stream = const_cast<PyPrimitive*>(this)->stream();  // not const in MLX
-  return std::make_shared<PyPrimitive>(stream, call(), std::move(outputs), rules_, keywords_);
+  // Under vmap the outputs have a dimension more, in front.
+  int batches = batches_ + static_cast<int>(outputs->front().shape.size()) -
+                static_cast<int>(this->outputs()->front().shape.size());
+  return std::make_shared<PyPrimitive>(stream, call(), std::move(outputs), rules_, keywords_,
+                                       batches);
 }
 
 }  // namespace mlx_tvm_ffi

@@ -53,7 +53,8 @@ class PyPrimitive final : public KernelPrimitive {
  public:
   PyPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> call,
               std::shared_ptr<const std::vector<ShapeDtype>> outputs,
-              std::shared_ptr<const Rules> rules, std::shared_ptr<const HeldObject> keywords);
+              std::shared_ptr<const Rules> rules, std::shared_ptr<const HeldObject> keywords,
+              int batches = 0);
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
   std::vector<mx::array> jvp(const std::vector<mx::array>& primals,
@@ -73,6 +74,7 @@ class PyPrimitive final : public KernelPrimitive {
  private:
   std::shared_ptr<const Rules> rules_;
   std::shared_ptr<const HeldObject> keywords_;  // dict of attributes, or null for none
+  int batches_;  // leading dimensions that vmap has added; the rules know nothing of them
 };
 
 }  // namespace mlx_tvm_ffi
