@@ -12,7 +12,7 @@ import tvm_ffi
 
 import mlx_tvm_ffi as mtf
 
-CUDA = tvm_ffi.device("cuda", 0)
+CUDA = tvm_ffi.device("cuda", 7)  # none that is there: it has no default
 METAL = tvm_ffi.device("metal", 0)
 
 
