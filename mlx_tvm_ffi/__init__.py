@@ -11,7 +11,7 @@ if not (sys.argv[:1] == ["-m"] and "mlx_tvm_ffi" in sys.orig_argv):
     _versions.check_mlx()
     _versions.check_tvm_ffi()
 
-    from mlx_tvm_ffi import _exchange, metal
+    from mlx_tvm_ffi import _exchange, _export, metal
     from mlx_tvm_ffi._kernel_folder import load_kernel
     from mlx_tvm_ffi._load import load_module
     from mlx_tvm_ffi._op import ShapeDtype, op
@@ -37,3 +37,4 @@ if not (sys.argv[:1] == ["-m"] and "mlx_tvm_ffi" in sys.orig_argv):
     ]
 
     _exchange.warn_if_unused()
+    _export.explain_refusals()

@@ -167,7 +167,9 @@ def op(
         The kernel: a ``tvm_ffi.Function``, held strongly, or a Python function. Its tensor
         parameters may be ``TensorView``, ``DLTensor*`` or ``Tensor``. It runs on the thread that
         evaluates (CPU: on the stream's own thread) and must not keep a tensor it was handed after
-        it returns.
+        it returns. A Python function needs Python's lock: what evaluates it and holds the lock, as
+        ``mx.save`` with a path does, is refused, and after ``mx.async_eval`` comes ``mx.eval``
+        before ``mx.save``, which would wait for ever.
     outputs
         What the kernel writes: something with ``.shape`` (elements) and ``.dtype`` (of
         ``mlx.core``) such as :class:`ShapeDtype` or an array, a sequence of those, or a callable
@@ -196,9 +198,12 @@ def op(
         one array for each primal, or None for one without a gradient. `primals` is a tuple;
         `cotangents` and `outputs` are as the op returns: one array, or a tuple of several. Or
         another op, called with the primals, the cotangents and the outputs, one after another.
+        Gradients get the dtypes of their primals. Under vmap a rule is still called for one
+        element, and mapped: what it calls needs vmap too.
     jvp
         Forward rule: a callable ``(primals, tangents, outputs, **attributes)`` that returns one
-        tangent for each output, or another op; `tangents` is a tuple like `primals`.
+        tangent for each output, or another op; `tangents` is a tuple like `primals`. `outputs` are
+        those of a call of its own, which is only made if the rule uses them.
     vmap
         ``"sequential"``: one kernel call for each element of the batch. ``"broadcast"``: one call
         with the batch as leading dimension of every input and output. Or a callable ``(inputs,
@@ -216,8 +221,9 @@ def op(
     TypeError, ValueError
         Where an argument is not what it should be. The call raises them for inputs, attributes
         and outputs.
-    NotImplementedError
-        From a transformation without a rule.
+    RuntimeError
+        From a transformation without a rule, or whose rule fails, and from the evaluation of a
+        kernel that fails: the message names the op, and the kind of the error.
 
     Examples
     --------

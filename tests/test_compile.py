@@ -200,9 +200,34 @@ def test_compiled_on_several_threads(kernels):
             assert results == [[2 * (i + j + 1) + 1] * 3 for j in range(20)]
 
 
+def export_to_file(function, path, shapeless):
+    mx.export_function(path, function, X, shapeless=shapeless)
+
+
+def export_by_parts(function, path, shapeless):
+    with mx.exporter(path, function, shapeless=shapeless) as exporter:
+        exporter(X)
+
+
+def export_to_a_callback(function, _, shapeless):
+    mx.export_function(lambda _: None, function, X, shapeless=shapeless)
+
+
 @pytest.mark.parametrize("shapeless", [False, True])
-def test_export_says_why_not(kernels, tmp_path, shapeless):
+@pytest.mark.parametrize("export", [export_to_file, export_by_parts, export_to_a_callback])
+def test_an_export_says_why_it_cannot_be(kernels, tmp_path, export, shapeless):
     op = mtf.op(kernels.add_one, outputs=like, name="add_one")
-    with pytest.raises(Exception, match="add_one"):
-        mx.export_function(str(tmp_path / "f.mlxfn"), lambda x: op(x) * 2, X, shapeless=shapeless)
+    text = "primitive add_one. MLX's file format .* Export the parts .* around it"
+    with pytest.raises(ValueError, match=text):
+        export(lambda x: op(x) * 2, str(tmp_path / "f.mlxfn"), shapeless)
     assert op(X).tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("export", [export_to_file, export_by_parts])
+def test_exports_of_mlx_alone_are_as_ever(tmp_path, export):
+    path = str(tmp_path / "f.mlxfn")
+    export(lambda x: x * 2, path, shapeless=False)
+    assert mx.import_function(path)(X)[0].tolist() == [2, 4, 6]
+    with pytest.raises(Exception, match="export_function") as raised:
+        mx.export_function("/no/such/folder/f.mlxfn", lambda x: x, X)
+    assert "mlx_tvm_ffi" not in str(raised.value)

@@ -102,6 +102,17 @@ py::dict Keywords(const std::shared_ptr<const HeldObject>& keywords) {
   return keywords == nullptr ? py::dict() : py::reinterpret_borrow<py::dict>(keywords->get());
 }
 
+// Calls a rule. MLX makes every exception of a transformation a RuntimeError with its text.
+template <typename... Arguments>
+py::object CallRule(const std::string& op, const char* name, const HeldObject& rule,
+                    const std::shared_ptr<const HeldObject>& keywords, Arguments&&... arguments) {
+  try {
+    return rule.get()(std::forward<Arguments>(arguments)..., **Keywords(keywords));
+  } catch (const py::error_already_set& error) {
+    throw std::runtime_error(Where(op) + name + ": " + error.what());
+  }
+}
+
 // The arrays a rule returned: one, or a sequence; `count` of them. None where `optional` gives
 // nothing.
 std::vector<std::optional<mx::array>> ReadArrays(const std::string& op, const char* rule,
@@ -269,8 +280,8 @@ std::vector<mx::array> PyPrimitive::vjp(const std::vector<mx::array>& primals,
     for (size_t i = 0; i < count; ++i) {
       cotangents[i] = mx::astype(cotangents[i], outputs[i].dtype(), stream());
     }
-    py::object result = rules_->vjp.get()(ToTuple(primals), ToOneOrTuple(cotangents),
-                                          ToOneOrTuple(outputs), **Keywords(keywords_));
+    py::object result = CallRule(name(), "vjp", rules_->vjp, keywords_, ToTuple(primals),
+                                 ToOneOrTuple(cotangents), ToOneOrTuple(outputs));
     auto gradients = ReadArrays(name(), "vjp", result, inputs, true);
     std::vector<mx::array> chosen;
     for (int i : argnums) {
@@ -302,8 +313,8 @@ std::vector<mx::array> PyPrimitive::jvp(const std::vector<mx::array>& primals,
   auto rule = [&, count = outputs.size()](const std::vector<mx::array>& all) {
     std::vector<mx::array> outputs = Take(all, 2 * inputs, count);
     py::object result =
-        rules_->jvp.get()(ToTuple(Take(all, 0, inputs)), ToTuple(Take(all, inputs, inputs)),
-                          ToOneOrTuple(outputs), **Keywords(keywords_));
+        CallRule(name(), "jvp", rules_->jvp, keywords_, ToTuple(Take(all, 0, inputs)),
+                 ToTuple(Take(all, inputs, inputs)), ToOneOrTuple(outputs));
     auto read = ReadArrays(name(), "jvp", result, count, false);
     std::vector<mx::array> chosen;
     for (size_t i = 0; i < count; ++i) {
@@ -322,7 +333,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
   for (size_t i = 0; i < axes.size(); ++i) {
     py_axes[i] = axes[i] < 0 ? py::object(py::none()) : py::object(py::int_(axes[i]));
   }
-  py::object result = rules_->vmap.get()(ToTuple(inputs), py_axes, **Keywords(keywords_));
+  py::object result = CallRule(name(), "vmap", rules_->vmap, keywords_, ToTuple(inputs), py_axes);
   if (!py::isinstance<py::tuple>(result) || py::len(result) != 2) {
     throw py::type_error(Where(name()) +
                          "vmap: expected a rule that returns (outputs, axes), got " +

@@ -1,0 +1,121 @@
+"""Memory of graphs with ops: what MLX may donate, and what is left behind."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+import mlx_tvm_ffi as mtf
+
+MB = 1 << 20
+PAGE = 16384
+N = 4 * MB  # elements: 16 MB
+
+pytestmark = pytest.mark.cpu  # peaks on a GPU depend on what is in flight
+
+
+@pytest.fixture
+def kernels(library):
+    return library("transform_kernels")
+
+
+def peak(function):
+    """Give the peak of memory while function's result is evaluated, in bytes."""
+    x = mx.zeros(N)
+    mx.eval(x)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    y = function(x)
+    mx.eval(y)
+    return mx.get_peak_memory() - before
+
+
+# Each takes new memory for its result, as our op does; and each lets its input go.
+CHAINS = {
+    "one": lambda f: lambda x: f(x * 2),
+    "amid": lambda f: lambda x: f(f(x * 2) + 1) * 3,
+    "long": lambda f: lambda x: f(f(f(f(f(f(x * 2)))))),
+    "fan": lambda f: lambda x: f(x * 2) + f(x * 3),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_peak_of_a_chain_equals_mlx(kernels, chain, compiled):
+    ours = mtf.op(kernels.add_one, outputs=lambda x: x)
+    functions = [CHAINS[chain](ours), CHAINS[chain](mx.cumsum)]
+    if compiled:
+        functions = [mx.compile(function) for function in functions]
+    got, expected = (peak(function) for function in functions)
+    assert got == pytest.approx(expected, abs=4 * PAGE)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_peak_in_place_equals_mlx_in_place(kernels, chain):
+    ours = mtf.op(kernels.increment, outputs=lambda x: x, aliases={0: 0})
+    got, expected = peak(CHAINS[chain](ours)), peak(CHAINS[chain](mx.sin))
+    assert got == pytest.approx(expected, abs=4 * PAGE)
+
+
+def test_mlx_takes_the_memory_of_our_result(kernels):
+    ours = mtf.op(kernels.add_one, outputs=lambda x: x)
+    assert peak(ours) == pytest.approx(peak(lambda x: ours(x) * 3), abs=4 * PAGE)
+
+
+def test_peak_of_a_gradient_equals_mlx(kernels):
+    ours = mtf.op(
+        kernels.multiply, outputs=lambda a, _: a, vjp=lambda p, g, _: (g * p[1], g * p[0])
+    )
+
+    def gradient(product):
+        return mx.grad(lambda x: product(product(x * 2, x), x).sum())
+
+    # Plain MLX may write a product into its operands; a kernel's output is new memory.
+    got, expected = peak(gradient(ours)), peak(gradient(lambda a, b: mx.cumsum(a) * b))
+    assert got <= expected + 2 * N * 4
+
+
+def both_op(kernels):
+    return mtf.op(
+        kernels.sum_and_difference,
+        outputs=lambda a, _: (a, a),
+        vjp=lambda _, c, __: (c[0] + c[1], c[0] - c[1]),
+        vmap="broadcast",
+    )
+
+
+def round_of(kind, both):
+    x = mx.ones(8)
+    gradient = mx.grad(lambda x: both(x, x)[0].sum())
+    function = {
+        "plain": lambda x: both(x, x)[0],
+        "compile": mx.compile(lambda x: both(x, x)[1]),
+        "grad": gradient,
+        "compiled grad": mx.compile(gradient),
+        "vmap": mx.vmap(lambda x: both(x, x)[0]),
+    }[kind]
+    argument = x[None] if kind == "vmap" else x
+    return lambda: function(argument)
+
+
+@pytest.mark.parametrize("kind", ["plain", "compile", "grad", "compiled grad", "vmap"])
+def test_dropped_siblings_leave_nothing_behind(kernels, kind):
+    run = round_of(kind, both_op(kernels))
+    for _ in range(10):
+        mx.eval(run())
+    before = mx.get_active_memory()
+    for _ in range(10_000):
+        mx.eval(run())
+    mx.synchronize()
+    assert mx.get_active_memory() == before
+
+
+@pytest.mark.parametrize("kind", ["plain", "compile", "grad", "vmap"])
+def test_siblings_that_are_never_evaluated_leave_nothing_behind(kernels, kind):
+    run = round_of(kind, both_op(kernels))
+    mx.eval(run())
+    before = mx.get_active_memory()
+    for _ in range(1000):
+        run()
+    assert mx.get_active_memory() == before
