@@ -514,17 +514,23 @@ std::vector<mx::array> Apply(const std::shared_ptr<KernelPrimitive>& primitive,
 std::vector<mx::array> Call(const std::shared_ptr<const Kernel>& kernel,
                             std::vector<mx::array> inputs, std::vector<ShapeDtype> outputs,
                             Attributes attributes, const mx::StreamOrDevice& stream) {
+  struct Shared {
+    KernelCall call;
+    std::vector<ShapeDtype> outputs;
+  };
+  // One allocation for both: those that live as long as the node are most of what a call costs.
+  auto shared =
+      std::make_shared<const Shared>(Shared{{kernel, std::move(attributes)}, std::move(outputs)});
   return Apply(std::make_shared<KernelPrimitive>(
-                   ToStream(stream),
-                   std::make_shared<const KernelCall>(KernelCall{kernel, std::move(attributes)}),
-                   std::make_shared<const std::vector<ShapeDtype>>(std::move(outputs))),
+                   ToStream(stream), std::shared_ptr<const KernelCall>(shared, &shared->call),
+                   std::shared_ptr<const std::vector<ShapeDtype>>(shared, &shared->outputs)),
                std::move(inputs));
 }
 
 std::vector<mx::array> Call(const ffi::Function& function, std::vector<mx::array> inputs,
                             std::vector<ShapeDtype> outputs, Options options,
                             const mx::StreamOrDevice& stream) {
-  return Call(std::make_shared<const Kernel>(function, std::move(options)), inputs,
+  return Call(std::make_shared<const Kernel>(function, std::move(options)), std::move(inputs),
               std::move(outputs), {}, stream);
 }
 
