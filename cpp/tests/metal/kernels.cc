@@ -137,6 +137,16 @@ void Fill(TensorView y, double value) {
   Dispatch(encoding.encoder(), y);
 }
 
+// On an encoder of its own.
+void AddOneSerially(TensorView x, TensorView y) {
+  StreamRef stream = CurrentStream(x.device());
+  mlx_tvm_ffi::CommandBufferScope scope(stream);
+  auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
+  auto* encoder = static_cast<MTL::CommandBuffer*>(scope.command_buffer())->computeCommandEncoder();
+  EncodeAddOne(encoder, stream, x, y);
+  encoder->endEncoding();
+}
+
 // y = x + 2 by two dispatches, the second of which needs what the first wrote to scratch.
 void AddTwo(TensorView x, TensorView y, bool barrier) {
   ffi::Tensor scratch = Allocate(x);
@@ -263,6 +273,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(increment, Increment);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(increment_output, IncrementOutput);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(add, Add);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill, Fill);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_one_serially, AddOneSerially);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_two, AddTwo);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_two_serially, AddTwoSerially);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(blit, Blit);
