@@ -52,6 +52,11 @@ metal:
 	$(RUN) cpp/tests/metal/build.py install
 	$(RUN) cpp/tests/metal/build.py run $(BIN)/python -m pytest tests/metal $(ARGS)
 
+# After make metal.
+metal-bench: VENV = .venv-metal
+metal-bench:
+	$(RUN) cpp/tests/metal/build.py run $(BIN)/python benchmarks/metal.py
+
 lint: build $(VENV)/.test $(VENV)/.lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
