@@ -14,7 +14,7 @@ PIP = $(BIN)/python -m pip
 # tvm-ffi's load_inline finds ninja, and keeps its builds in the checkout.
 RUN = PATH="$(CURDIR)/$(BIN):$$PATH" TVM_FFI_CACHE_DIR=$(CURDIR)/build/tvm_ffi/$(VENV) $(BIN)/python
 
-.PHONY: build demo test wheel-test artifacts metal lint cuda-symbols bench bench-run clean
+.PHONY: build demo test wheel-test artifacts metal metal-bench lint cuda-symbols bench bench-run clean
 
 demo: build $(VENV)/.examples $(VENV)/.model
 	$(RUN) examples/sentence_embeddings.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import threading
 from pathlib import Path
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.metal
 
-# More than fit into one command buffer of MLX's.
-MANY = 120
+ROOT = Path(__file__).parents[2]
+MAX_OPS = 50  # of MLX's in a command buffer
+MANY = 120  # more than that
 
 
 @pytest.fixture
@@ -81,6 +83,23 @@ def test_chain_costs_what_mlx_own_chain_costs(
 
     one = mx.array(1.0)
     assert counts(add_one) == counts(lambda y: y + one)
+
+
+def test_kernel_sends_no_more_messages_than_mlx_own_custom_kernel(
+    sim: tvm_ffi.Module, order: tuple[str, str, int], add_one: mtf.Op, data: Data
+) -> None:
+    if order[2] < MAX_OPS:
+        pytest.skip("was counted with MLX's own limits")
+    counted = json.loads((ROOT / "benchmarks" / "results" / "metal.json").read_text())
+    y = data()
+    mx.eval(add_one(y))
+    mx.synchronize()
+    sim.reset_counts()
+    for _ in range(500):
+        y = add_one(y)
+    mx.eval(y)
+    messages = sum(dict(sim.messages(False)).values()) / 500
+    assert messages <= counted["rows"]["MLX's custom kernel"]["messages per kernel"]
 
 
 def test_chain(add_one: mtf.Op, data: Data) -> None:
