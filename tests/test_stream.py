@@ -12,7 +12,8 @@ import tvm_ffi
 
 import mlx_tvm_ffi as mtf
 
-CUDA = tvm_ffi.device("cuda", 7)  # none that is there: it has no default
+CUDA = tvm_ffi.device("cuda", 0)
+ABSENT = tvm_ffi.device("cuda", 7)  # where no backend has set a default
 METAL = tvm_ffi.device("metal", 0)
 
 
@@ -263,11 +264,11 @@ def test_wait_waits_for_work_on_the_stream(device):
 
 
 def test_set_default_stream_gives_the_previous_one(make_stream, kernel):
-    first, second = make_stream(), make_stream()
-    assert mtf.set_default_stream(CUDA, first) is None
-    assert on_other_thread(lambda: kernel.current(*dl(CUDA))) == first.handle
-    assert mtf.set_default_stream(CUDA, second) == first
-    assert mtf.set_default_stream(CUDA, None) == second
+    first, second = make_stream(ABSENT), make_stream(ABSENT)
+    assert mtf.set_default_stream(ABSENT, first) is None
+    assert on_other_thread(lambda: kernel.current(*dl(ABSENT))) == first.handle
+    assert mtf.set_default_stream(ABSENT, second) == first
+    assert mtf.set_default_stream(ABSENT, None) == second
 
 
 def test_a_default_can_be_taken_from_mlx_and_given_back(make_stream):

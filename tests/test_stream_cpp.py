@@ -12,7 +12,8 @@ import pytest
 from mlx_tvm_ffi import _core
 
 CPU = (1, 0)
-CUDA = (2, 7)  # none that is there: it has no default
+CUDA = (2, 0)
+ABSENT = (2, 7)  # where no backend has set a default
 METAL = (8, 0)
 
 
@@ -142,22 +143,23 @@ def test_a_thread_that_ends_inside_a_scope_keeps_its_stream(foreign, kernel):
     assert foreign.alive() == alive + 1
 
 
-def test_an_offered_default_never_replaces_one(foreign, kernel, stream):
-    other = foreign.make_stream(*CUDA, 0xF)
-    assert foreign.offer_default(*CUDA, stream)
-    assert not foreign.offer_default(*CUDA, other)
-    assert kernel.current(*CUDA) == stream.value
-    foreign.release_stream(foreign.exchange_default(*CUDA, None))
+def test_an_offered_default_never_replaces_one(foreign, kernel):
+    first, other = foreign.make_stream(*ABSENT, 0xE), foreign.make_stream(*ABSENT, 0xF)
+    assert foreign.offer_default(*ABSENT, first)
+    assert not foreign.offer_default(*ABSENT, other)
+    assert kernel.current(*ABSENT) == first.value
+    foreign.release_stream(foreign.exchange_default(*ABSENT, None))
+    foreign.release_stream(first)
     foreign.release_stream(other)
 
 
 def test_a_default_outlives_its_maker(foreign, kernel):
     alive = foreign.alive()
-    stream = foreign.make_stream(*CUDA, 0xE)
-    foreign.exchange_default(*CUDA, stream)
+    stream = foreign.make_stream(*ABSENT, 0xE)
+    foreign.exchange_default(*ABSENT, stream)
     foreign.release_stream(stream)
-    assert kernel.dispatch(*CUDA)[0] == 0xE
-    foreign.release_stream(foreign.exchange_default(*CUDA, None))
+    assert kernel.dispatch(*ABSENT)[0] == 0xE
+    foreign.release_stream(foreign.exchange_default(*ABSENT, None))
     assert foreign.alive() == alive
 
 
