@@ -91,8 +91,9 @@ def main() -> None:
 
     mx.set_default_device(mx.gpu)
     kernels, encode = load()
-    op = mtf.op(kernels.add_one, outputs=lambda x: x)
-    in_place = mtf.op(kernels.add_one, outputs=lambda x: x, aliases={0: 0})
+    vector = mtf.ShapeDtype((ELEMENTS,), mx.float32)
+    op = mtf.op(kernels.add_one, outputs=vector)
+    in_place = mtf.op(kernels.add_one, outputs=vector, aliases={0: 0})
     inline = mx.fast.cuda_kernel(
         name="add_one",
         input_names=["x"],
@@ -228,6 +229,7 @@ def main() -> None:
                 **entry
             )
         )
+    # MLX's x + 1 writes into its input's memory, which nobody else uses; so can our op.
     for name in ("ours in place", "torch, buffers reused"):
         print(f"also: chain of 1,000, {name}: {chains[name]:.3f} us per kernel")
     print(f"also: single, cuda_kernel: {singles['cuda_kernel']:.3f} us")
@@ -242,6 +244,7 @@ def main() -> None:
             "device": torch.cuda.get_device_name(),
             "versions": versions,
             "figures": figures,
+            "others": {name: round(value, 3) for name, value in chains.items()},
         }
         Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n")
 
