@@ -1,56 +1,22 @@
 #include <mlx/ops.h>
 #include <mlx/transforms.h>
 #include <mlx/utils.h>
-#include <mlx/version.h>
 #include <mlx_tvm_ffi/op.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/error.h>
 
 #include <algorithm>
-#include <charconv>
-#include <map>
-#include <optional>
-#include <set>
 #include <utility>
 
 #include "backend/backend.h"
-#include "op/launch.h"
+#include "op/evaluation.h"
+#include "op/kernel.h"
 
 namespace mlx_tvm_ffi {
 
 namespace ffi = tvm::ffi;
 
 namespace {
-
-std::string Where(const Options& options) { return "[mlx_tvm_ffi.op " + options.name + "] "; }
-
-// "args.3" -> 3 for the prefix "args."; nothing where the rest is not a number.
-std::optional<size_t> IndexAfter(const std::string& text, const std::string& prefix) {
-  if (text.compare(0, prefix.size(), prefix) != 0) return std::nullopt;
-  size_t index = 0;
-  const char* end = text.data() + text.size();
-  auto [rest, error] = std::from_chars(text.data() + prefix.size(), end, index);
-  if (error != std::errc() || rest != end) return std::nullopt;
-  return index;
-}
-
-Kernel::Slot ParseSlot(const Options& options, const std::string& text) {
-  using Kind = Kernel::Slot::Kind;
-  const std::string attribute = "attrs.";
-  if (text == "args") return {Kind::kArgs};
-  if (text == "rets") return {Kind::kRets};
-  if (text == "ctx.stream") return {Kind::kStream};
-  if (auto index = IndexAfter(text, "args.")) return {Kind::kArg, *index};
-  if (auto index = IndexAfter(text, "rets.")) return {Kind::kRet, *index};
-  if (text.size() > attribute.size() && text.compare(0, attribute.size(), attribute) == 0) {
-    return {Kind::kAttribute, 0, text.substr(attribute.size())};
-  }
-  TVM_FFI_THROW(ValueError) << Where(options)
-                            << "arg_spec: expected \"args\", \"args.N\", \"rets\", \"rets.N\", "
-                               "\"attrs.NAME\" or \"ctx.stream\", got \""
-                            << text << "\". Correct the name.";
-  TVM_FFI_UNREACHABLE();
-}
 
 bool Same(const ffi::Any& a, const ffi::Any& b) {
   if (ffi::AnyEqual()(a, b)) return true;
@@ -74,121 +40,6 @@ bool Same(const std::vector<ShapeDtype>& a, const std::vector<ShapeDtype>& b) {
     return x.dtype == y.dtype && x.shape == y.shape;
   });
 }
-
-/*! \brief Whether MLX would write an output into this input's memory. */
-bool MayDonate(const mx::array& input) {
-  // As MLX has it: a much larger buffer is not held by a small output.
-  constexpr size_t kSlackBytes = 16384;
-  if (!input.is_donatable() || !input.flags().row_contiguous) return false;
-#if MLX_VERSION_NUMERIC < 32004
-  // Memory of numpy or torch counts as donatable before 0.32.4, and is freed by a closure; MLX's
-  // own is by its function, whose address is another in each library.
-  if (input.data_shared_ptr()->d.target<void (*)(mx::allocator::Buffer)>() == nullptr) return false;
-#endif
-  return input.buffer_size() <= input.nbytes() + kSlackBytes;
-}
-
-void CheckAlias(const Options& options, int output, const mx::Shape& shape, mx::Dtype dtype,
-                const mx::array& input) {
-  if (shape == input.shape() && dtype == input.dtype()) return;
-  TVM_FFI_THROW(ValueError) << Where(options) << "aliases: expected output " << output
-                            << " to be like its input, " << input.dtype() << input.shape()
-                            << ", got " << dtype << shape << ". Correct outputs.";
-}
-
-/*! \brief One evaluation of a call: mends the inputs, gives the outputs memory and hands the launch
- * to the backend. */
-class Evaluation {
- public:
-  Evaluation(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
-             std::vector<mx::array>& outputs)
-      : call_(primitive.call()),
-        kernel_(*call_->kernel),
-        stream_(primitive.stream()),
-        backend_(GetBackend(stream_.device)),
-        inputs_(inputs),
-        outputs_(outputs) {}
-
-  void Run() {
-    for (size_t i = 0; i < inputs_.size(); ++i) {
-      if ((kernel_.contiguous(i) && !inputs_[i].flags().row_contiguous) ||
-          (!kernel_.options().offsets && HasOffset(inputs_[i]))) {
-        copies_.emplace(i, Copy(inputs_[i]));
-      }
-    }
-    for (size_t i = 0; i < outputs_.size(); ++i) GiveMemory(i);
-    bool all_empty = std::all_of(outputs_.begin(), outputs_.end(),
-                                 [](const mx::array& output) { return output.size() == 0; });
-    if (all_empty) return;  // nothing to write, and an empty grid is an error on a GPU
-    if (copies_.empty()) return Encode(inputs_);
-    std::vector<mx::array> inputs = inputs_;
-    for (auto& [i, copy] : copies_) {
-      inputs[i] = copy;
-      if (copy.data_shared_ptr().use_count() <= 2) backend_.KeepScratch(copy, stream_);
-    }
-    Encode(inputs);
-  }
-
- private:
-  bool HasOffset(const mx::array& input) const {
-    if (input.size() == 0) return false;  // it has no memory
-    DLTensor tensor{};
-    backend_.Address(input, &tensor);
-    return tensor.byte_offset != 0;
-  }
-
-  void Encode(const std::vector<mx::array>& inputs) {
-    backend_.Encode(stream_, inputs, outputs_,
-                    std::make_shared<KernelLaunch>(call_, backend_, stream_, inputs, outputs_));
-  }
-
-  // Memory of its own with the input's values, row-contiguous, by MLX's own primitive.
-  mx::array Copy(const mx::array& input) {
-    // MLX would share the memory of what it takes for row-contiguous.
-    mx::array view(input.shape(), input.dtype(), nullptr, {});
-    view.copy_shared_buffer(input, input.strides(), {false, false, false}, input.data_size());
-    mx::array copy = mx::contiguous(view, false, stream_);
-    std::vector<mx::array> outputs{copy};
-    backend_.Evaluate(copy.primitive(), {view}, outputs);
-    copy.set_status(mx::array::Status::evaluated);
-    copy.detach();
-    return copy;
-  }
-
-  void GiveMemory(size_t output) {
-    for (const auto& [aliased, input] : kernel_.options().aliases) {
-      if (static_cast<size_t>(aliased) == output) {
-        const mx::array& array = outputs_[output];  // of other shapes than the call's, if shapeless
-        CheckAlias(kernel_.options(), aliased, array.shape(), array.dtype(),
-                   inputs_[static_cast<size_t>(input)]);
-        return Alias(&outputs_[output], static_cast<size_t>(input));
-      }
-    }
-    backend_.Allocate(outputs_[output], stream_);
-  }
-
-  // The input's own memory where MLX may donate it, else a copy; never one that an earlier output
-  // has taken.
-  void Alias(mx::array* output, size_t i) {
-    const mx::array& input = inputs_[i];
-    auto copied = copies_.find(i);
-    if (copied != copies_.end() && copied->second.data_shared_ptr().use_count() == 1) {
-      output->copy_shared_buffer(copied->second);
-    } else if (copied == copies_.end() && MayDonate(input)) {
-      output->copy_shared_buffer(input);
-    } else {
-      output->copy_shared_buffer(Copy(input));
-    }
-  }
-
-  const std::shared_ptr<const KernelCall>& call_;
-  const Kernel& kernel_;
-  mx::Stream stream_;
-  Backend& backend_;
-  const std::vector<mx::array>& inputs_;
-  std::vector<mx::array>& outputs_;
-  std::map<size_t, mx::array> copies_;
-};
 
 [[noreturn]] void ThrowNoRule(const Options& options, const char* transform, const char* option) {
   TVM_FFI_THROW(NotImplementedError)
@@ -260,139 +111,6 @@ std::vector<mx::array> MapByBroadcast(KernelPrimitive& primitive,
 
 }  // namespace
 
-Kernel::Kernel(ffi::Function function, Options options)
-    : function_(std::move(function)),
-      options_(std::move(options)),
-      capture_(options_.capture ? Capture::kUnknown : Capture::kNo) {
-  if (function_ == nullptr) {
-    TVM_FFI_THROW(TypeError)
-        << Where(options_)
-        << "function: expected a tvm_ffi.Function, got null. Load the kernel first.";
-  }
-  if (options_.name.empty() || options_.name.find(' ') != std::string::npos) {
-    TVM_FFI_THROW(ValueError) << Where(options_) << "name: expected a name without spaces, got \""
-                              << options_.name << "\". Use letters, digits, '_' and '.'.";
-  }
-  if (options_.arg_spec.empty()) {
-    slots_ = {{Slot::Kind::kArgs}, {Slot::Kind::kRets}};
-    returns_outputs_ = false;
-    attributes_follow_ = true;
-  }
-  std::set<std::string> seen;
-  for (const std::string& text : options_.arg_spec) {
-    slots_.push_back(ParseSlot(options_, text));
-    if (!seen.insert(text).second) {
-      TVM_FFI_THROW(ValueError) << Where(options_) << "arg_spec: expected each name once, got \""
-                                << text << "\" twice. Remove one.";
-    }
-    Slot::Kind kind = slots_.back().kind;
-    if (kind == Slot::Kind::kRets || kind == Slot::Kind::kRet) returns_outputs_ = false;
-  }
-  std::set<int> aliased;
-  for (const auto& [output, input] : options_.aliases) {
-    if (output < 0 || input < 0 || !aliased.insert(output).second) {
-      TVM_FFI_THROW(ValueError)
-          << Where(options_)
-          << "aliases: expected each output at most once and no negative number, got {" << output
-          << ": " << input << "}. Correct the numbers.";
-    }
-  }
-}
-
-Kernel::~Kernel() = default;
-
-bool Kernel::contiguous(size_t input) const {
-  const std::vector<bool>& flags = options_.contiguous;
-  return flags.empty() || flags[flags.size() == 1 ? 0 : input];
-}
-
-bool Kernel::operator==(const Kernel& other) const {
-  const Options& a = options_;
-  const Options& b = other.options_;
-  return this == &other ||
-         (function_.same_as(other.function_) && a.name == b.name && a.arg_spec == b.arg_spec &&
-          a.contiguous == b.contiguous && a.offsets == b.offsets && a.aliases == b.aliases &&
-          a.pure == b.pure && a.capture == b.capture && a.vmap == b.vmap);
-}
-
-void Kernel::CheckCall(size_t inputs, size_t outputs, const Attributes& attributes) const {
-  if (outputs == 0) {
-    TVM_FFI_THROW(ValueError)
-        << Where(options_)
-        << "outputs: expected at least one, got none. Say what the kernel writes.";
-  }
-  if (options_.contiguous.size() > 1 && options_.contiguous.size() != inputs) {
-    TVM_FFI_THROW(ValueError) << Where(options_) << "contiguous: expected one flag for each of "
-                              << inputs << " inputs, got " << options_.contiguous.size()
-                              << ". Pass one bool for all.";
-  }
-  for (const auto& [output, input] : options_.aliases) {
-    if (static_cast<size_t>(output) >= outputs || static_cast<size_t>(input) >= inputs) {
-      TVM_FFI_THROW(ValueError) << Where(options_) << "aliases: expected outputs below " << outputs
-                                << " and inputs below " << inputs << ", got {" << output << ": "
-                                << input << "}. Correct the numbers.";
-    }
-  }
-  if (attributes_follow_) return;
-
-  size_t named_inputs = 0, named_outputs = 0, named_attributes = 0;
-  for (const Slot& slot : slots_) {
-    switch (slot.kind) {
-      case Slot::Kind::kArgs:
-        named_inputs += inputs;
-        break;
-      case Slot::Kind::kRets:
-        named_outputs += outputs;
-        break;
-      case Slot::Kind::kArg:
-      case Slot::Kind::kRet: {
-        bool is_input = slot.kind == Slot::Kind::kArg;
-        size_t count = is_input ? inputs : outputs;
-        if (slot.index >= count) {
-          TVM_FFI_THROW(ValueError)
-              << Where(options_) << "arg_spec: expected numbers below the " << count
-              << (is_input ? " inputs" : " outputs") << ", got \"" << (is_input ? "args." : "rets.")
-              << slot.index << "\". Pass more arrays or correct the number.";
-        }
-        ++(is_input ? named_inputs : named_outputs);
-        break;
-      }
-      case Slot::Kind::kAttribute:
-        ++named_attributes;
-        if (std::none_of(attributes.begin(), attributes.end(),
-                         [&](const auto& attribute) { return attribute.first == slot.name; })) {
-          TVM_FFI_THROW(ValueError)
-              << Where(options_) << "attributes: expected " << slot.name
-              << ", which arg_spec names, got none. Pass " << slot.name << "=.";
-        }
-        break;
-      case Slot::Kind::kStream:
-        break;
-    }
-  }
-  if (named_inputs != inputs) {
-    TVM_FFI_THROW(ValueError) << Where(options_) << "inputs: expected the " << named_inputs
-                              << " that arg_spec names, got " << inputs
-                              << ". Name each input once.";
-  }
-  if (!returns_outputs_ && named_outputs != outputs) {
-    TVM_FFI_THROW(ValueError) << Where(options_) << "outputs: expected the " << named_outputs
-                              << " that arg_spec names, got " << outputs
-                              << ". Name each output once.";
-  }
-  if (named_attributes != attributes.size()) {
-    for (const auto& [name, value] : attributes) {
-      if (std::none_of(slots_.begin(), slots_.end(), [&, &key = name](const Slot& slot) {
-            return slot.kind == Slot::Kind::kAttribute && slot.name == key;
-          })) {
-        TVM_FFI_THROW(ValueError) << Where(options_)
-                                  << "attributes: expected those that arg_spec names, got " << name
-                                  << ". Add \"attrs." << name << "\" to arg_spec.";
-      }
-    }
-  }
-}
-
 KernelPrimitive::KernelPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> call,
                                  std::shared_ptr<const std::vector<ShapeDtype>> outputs)
     : mx::Primitive(stream), call_(std::move(call)), outputs_(std::move(outputs)) {}
@@ -401,12 +119,12 @@ KernelPrimitive::~KernelPrimitive() = default;
 
 void KernelPrimitive::eval_cpu(const std::vector<mx::array>& inputs,
                                std::vector<mx::array>& outputs) {
-  Evaluation(*this, inputs, outputs).Run();
+  Evaluate(*this, inputs, outputs);
 }
 
 void KernelPrimitive::eval_gpu(const std::vector<mx::array>& inputs,
                                std::vector<mx::array>& outputs) {
-  Evaluation(*this, inputs, outputs).Run();
+  Evaluate(*this, inputs, outputs);
 }
 
 std::vector<mx::array> KernelPrimitive::jvp(const std::vector<mx::array>&,
