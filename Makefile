@@ -49,6 +49,7 @@ metal:
 	$(MAKE) --no-print-directory VENV=.venv-metal .venv-metal/.build .venv-metal/.metal
 	$(RUN) cpp/tests/metal/macos/check_symbols.py
 	$(RUN) -m pytest --import-mode=prepend cpp/tests/metal/macos
+	$(RUN) cpp/tests/metal/macos/wheel.py
 	$(RUN) cpp/tests/metal/build.py install
 	$(RUN) cpp/tests/metal/build.py run $(BIN)/python -m pytest tests/metal $(ARGS)
 

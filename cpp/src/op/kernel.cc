@@ -1,3 +1,5 @@
+#include "op/kernel.h"
+
 #include <mlx/utils.h>
 #include <mlx_tvm_ffi/op.h>
 #include <tvm/ffi/error.h>
