@@ -8,7 +8,7 @@ import warnings
 import mlx.core as mx
 import tvm_ffi
 
-from mlx_tvm_ffi import _core  # noqa: F401  installs the exchange API
+from mlx_tvm_ffi import _core
 
 
 def warn_if_unused() -> None:
@@ -17,9 +17,10 @@ def warn_if_unused() -> None:
     tvm-ffi decides it per thread, at the first array that a thread passes: what other threads have
     decided cannot be seen from here.
     """
-    is_lent = tvm_ffi.get_global_func("mlx_tvm_ffi.is_lent")
-    if is_lent(mx.array(0.0)):
+    same = tvm_ffi.get_global_func("mlx_tvm_ffi.same")
+    if isinstance(same(mx.array(0.0)), mx.array):
         return
+    _core.offer_allocator()
     skipped = os.environ.get("TVM_FFI_SKIP_DLPACK_C_EXCHANGE_API") == "1"
     reason, remedy = (
         ("TVM_FFI_SKIP_DLPACK_C_EXCHANGE_API=1 is set", "Unset it.")

@@ -3,7 +3,10 @@
 #include <dlpack/dlpack.h>
 #include <pybind11/pybind11.h>
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
+
+#include <stdexcept>
 
 #include "array/py_array.h"
 #include "array/py_error.h"
@@ -38,13 +41,22 @@ int FromPyObject(void* object, DLManagedTensorVersioned** out) {
     }
     mx::Device device = CurrentDevice();
     Backend& backend = GetBackend(device);
-    if (!backend.Ready(*array)) {
-      mx::array held = *array;  // `object` may be given another value while Python runs on
-      pybind11::gil_scoped_release release;
-      backend.Prepare(held);
+    if (backend.Ready(*array)) {
+      *out = Lend(*array, device, backend);
+      backend.Start(*array);
+      return 0;
     }
-    *out = Lend(*array, device, backend);
-    backend.Start(*array);
+    mx::array held = *array;  // `object` may be given another value while Python runs on
+    {
+      pybind11::gil_scoped_release release;
+      try {
+        backend.Prepare(held);
+      } catch (const std::runtime_error& error) {
+        Rethrow("[mlx_tvm_ffi.direct_call] argument: ", error);
+      }
+    }
+    *out = Lend(held, device, backend);
+    backend.Start(held);
     return 0;
   } catch (...) {
     SetPythonError();
@@ -54,8 +66,10 @@ int FromPyObject(void* object, DLManagedTensorVersioned** out) {
 
 int ToPyObject(DLManagedTensorVersioned* tensor, void** out) {
   try {
-    *out = FromArray(TakeBack(tensor));
-    return *out == nullptr ? -1 : 0;
+    *out = FromArray(ToArray(tensor->dl_tensor));
+    if (*out == nullptr) return -1;
+    if (tensor->deleter != nullptr) tensor->deleter(tensor);  // after a failure the caller calls it
+    return 0;
   } catch (...) {
     SetPythonError();
     return -1;
@@ -85,17 +99,22 @@ DLPackExchangeAPI MakeApi() {
 
 }  // namespace
 
+void OfferAllocator() {
+  if (TVMFFIEnvGetDLPackManagedTensorAllocator() != nullptr) return;
+  TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvSetDLPackManagedTensorAllocator(AllocateTensor, 1, nullptr));
+  // That is the process's; this thread's was set too.
+  TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvSetDLPackManagedTensorAllocator(nullptr, 0, nullptr));
+}
+
 void InstallExchange() {
   static DLPackExchangeAPI api = MakeApi();
   pybind11::capsule capsule(&api, "dlpack_exchange_api");
   pybind11::handle(reinterpret_cast<PyObject*>(ArrayType())).attr("__dlpack_c_exchange_api__") =
       capsule;
   // Lets the import find out whether tvm-ffi uses it on this thread.
-  tvm::ffi::Function::SetGlobal("mlx_tvm_ffi.is_lent",
-                                tvm::ffi::Function::FromTyped([](tvm::ffi::TensorView tensor) {
-                                  return IsLent(tensor.shape().data());
-                                }),
-                                true);
+  tvm::ffi::Function::SetGlobal(
+      "mlx_tvm_ffi.same",
+      tvm::ffi::Function::FromTyped([](tvm::ffi::Tensor tensor) { return tensor; }), true);
 }
 
 }  // namespace mlx_tvm_ffi

@@ -14,6 +14,11 @@ namespace mlx_tvm_ffi {
  */
 void InstallExchange();
 
+/*! \brief Makes MLX's memory what kernels get that are called without the exchange, where nobody's
+ * is.
+ */
+void OfferAllocator();
+
 }  // namespace mlx_tvm_ffi
 
 #endif  // MLX_TVM_FFI_ARRAY_PY_EXCHANGE_H_

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <new>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 
 // A few bytes of the room that every thread has anyway: an access is one instruction and not a
@@ -66,8 +67,28 @@ class Pool {
     if (++list.size > 2 * kBatch || list.closed) Return(&list, list.closed ? 0 : kBatch);
   }
 
-  /*! \brief The managed tensor whose shape `dims` is; null where it is not one of ours. */
-  Lent* Find(const int64_t* dims) const {
+  /*! \brief Gives a tensor dims that do not fit into it. */
+  int64_t* AddWide(Lent* lent, int ndim) {
+    lent->wide_dims = std::make_unique<int64_t[]>(2 * static_cast<size_t>(ndim));
+    std::lock_guard<std::mutex> lock(mutex_);
+    wide_.emplace(lent->wide_dims.get(), lent);
+    return lent->wide_dims.get();
+  }
+
+  void RemoveWide(Lent* lent) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    wide_.erase(lent->wide_dims.get());
+    lent->wide_dims.reset();
+  }
+
+  /*! \brief The managed tensor of `ndim` dimensions whose shape `dims` is; null where it is not
+   * one of ours. */
+  Lent* Find(const int64_t* dims, int ndim) {
+    if (ndim > kInlineDims) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto found = wide_.find(dims);
+      return found == wide_.end() ? nullptr : found->second;
+    }
     auto address = reinterpret_cast<std::uintptr_t>(dims);
     for (size_t i = 0, n = slab_count_.load(std::memory_order_acquire); i < n; ++i) {
       auto begin = reinterpret_cast<std::uintptr_t>(slabs_[i].begin);
@@ -135,8 +156,9 @@ class Pool {
 
   static thread_local ThreadList local_ MLX_TVM_FFI_STATIC_TLS;
 
-  std::mutex mutex_;
+  std::mutex mutex_;  // of the process's list and of wide_
   Lent* free_ = nullptr;
+  std::unordered_map<const int64_t*, Lent*> wide_;
   std::array<Slab, 40> slabs_;
   std::atomic<size_t> slab_count_{0};
 };
@@ -150,7 +172,7 @@ void ReturnLent(DLManagedTensorVersioned* managed) {
     lent->array.reset();
   }
   lent->owner.reset();
-  lent->wide_dims.reset();
+  if (lent->wide_dims != nullptr) Pool::Get().RemoveWide(lent);
   Pool::Get().Give(lent);
 }
 
@@ -160,11 +182,7 @@ Lent* NewLent(int ndim, int64_t** dims) {
   lent->managed.manager_ctx = lent;
   lent->managed.deleter = ReturnLent;
   lent->managed.flags = 0;
-  *dims = lent->inline_dims.data();
-  if (ndim > kInlineDims) {
-    lent->wide_dims = std::make_unique<int64_t[]>(2 * static_cast<size_t>(ndim));
-    *dims = lent->wide_dims.get();
-  }
+  *dims = ndim > kInlineDims ? Pool::Get().AddWide(lent, ndim) : lent->inline_dims.data();
   return lent;
 }
 
@@ -182,6 +200,8 @@ mx::Device FromDLDevice(DLDevice device) {
 }
 
 mx::Shape FromDLShape(const DLTensor& tensor) {
+  constexpr int64_t kMostBytes = int64_t{1} << 62;
+  int64_t bytes = std::max(1, tensor.dtype.bits * tensor.dtype.lanes / 8);
   mx::Shape shape;
   for (int i = 0; i < tensor.ndim; ++i) {
     int64_t dim = tensor.shape[i];
@@ -190,39 +210,70 @@ mx::Shape FromDLShape(const DLTensor& tensor) {
           << "[mlx_tvm_ffi.allocate] shape: expected dimensions from 0 to 2^31 - 1, got " << dim
           << " in dimension " << i << ". Use a smaller tensor.";
     }
+    if (dim != 0 && bytes > kMostBytes / dim) {
+      TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.allocate] shape: expected less than 2^62 bytes, "
+                                   "got more by dimension "
+                                << i << ". Use a smaller tensor.";
+    }
+    bytes *= dim;
     shape.push_back(static_cast<int32_t>(dim));
   }
   return shape;
 }
 
-// Copies a strided CPU tensor into row-contiguous memory at `to`; returns the end of what was
-// written.
-char* CopyRows(const DLTensor& from, int dim, const char* source, char* to, size_t itemsize) {
+// Copies the dimensions from `dim` on; returns the end of what was written.
+char* CopyDimensions(const DLTensor& from, int dim, const char* source, char* to, size_t itemsize) {
   if (dim == from.ndim) {
     std::memcpy(to, source, itemsize);
     return to + itemsize;
   }
   for (int64_t i = 0; i < from.shape[dim]; ++i) {
-    to = CopyRows(from, dim + 1, source + i * from.strides[dim] * static_cast<int64_t>(itemsize),
-                  to, itemsize);
+    to = CopyDimensions(from, dim + 1,
+                        source + i * from.strides[dim] * static_cast<int64_t>(itemsize), to,
+                        itemsize);
   }
   return to;
 }
 
 mx::array CopyFromCpu(const DLTensor& tensor) {
   mx::array out(FromDLShape(tensor), FromDLPack(tensor.dtype), nullptr, {});
-  out.set_data(mx::allocator::malloc(out.nbytes()));
-  if (out.size() == 0) return out;
-  const char* source = static_cast<const char*>(tensor.data) + tensor.byte_offset;
-  if (tensor.strides == nullptr) {
-    std::memcpy(out.data<char>(), source, out.nbytes());
-  } else {
-    CopyRows(tensor, 0, source, out.data<char>(), out.itemsize());
-  }
+  mx::Device cpu(mx::Device::cpu);
+  GetBackend(cpu).Allocate(out, mx::default_stream(cpu));
+  out.set_status(mx::array::Status::available);
+  CopyRows(tensor, out.data<char>());
   return out;
 }
 
 }  // namespace
+
+void CopyRows(const DLTensor& tensor, void* to) {
+  size_t itemsize = tensor.dtype.bits * tensor.dtype.lanes / 8u;
+  const char* source = static_cast<const char*>(tensor.data) + tensor.byte_offset;
+  size_t bytes = itemsize;
+  bool row_contiguous = true;
+  for (int i = tensor.ndim; i-- > 0;) {
+    size_t size = static_cast<size_t>(tensor.shape[i]);
+    row_contiguous = row_contiguous && (size == 1 || tensor.strides == nullptr ||
+                                        static_cast<size_t>(tensor.strides[i]) * itemsize == bytes);
+    bytes *= size;
+  }
+  if (bytes == 0) return;
+  if (row_contiguous) {
+    std::memcpy(to, source, bytes);
+  } else {
+    CopyDimensions(tensor, 0, source, static_cast<char*>(to), itemsize);
+  }
+}
+
+std::string NameOf(DLDataType dtype) {
+  try {
+    return tvm::ffi::DLDataTypeToString(dtype);
+  } catch (const tvm::ffi::Error&) {  // complex64, for one
+    return (dtype.code == kDLComplex ? "complex"
+                                     : "code " + std::to_string(dtype.code) + " bits ") +
+           std::to_string(dtype.bits) + (dtype.lanes == 1 ? "" : "x" + std::to_string(dtype.lanes));
+  }
+}
 
 DLDataType ToDLPack(mx::Dtype dtype) {
   auto make = [](DLDataTypeCode code, int bits) {
@@ -266,8 +317,7 @@ mx::Dtype FromDLPack(DLDataType dtype) {
     }
   }
   TVM_FFI_THROW(NotImplementedError)
-      << "[mlx_tvm_ffi.array] dtype: expected one of MLX's, got "
-      << tvm::ffi::DLDataTypeToString(dtype)
+      << "[mlx_tvm_ffi.array] dtype: expected one of MLX's, got " << NameOf(dtype)
       << ". View the memory as an unsigned integer of the same width.";
   TVM_FFI_UNREACHABLE();
 }
@@ -296,7 +346,7 @@ DLManagedTensorVersioned* Lend(const mx::array& array, const mx::Device& device,
   try {
     FillTensor(array, device, backend, dims, &lent->managed.dl_tensor);
   } catch (...) {
-    Pool::Get().Give(lent);
+    ReturnLent(&lent->managed);
     throw;
   }
   lent->array.emplace(array);
@@ -316,15 +366,9 @@ DLManagedTensorVersioned* LendMemory(const DLTensor& tensor, std::shared_ptr<voi
   return &lent->managed;
 }
 
-mx::array TakeBack(DLManagedTensorVersioned* managed) {
-  struct Release {
-    DLManagedTensorVersioned* managed;
-    ~Release() {
-      if (managed->deleter != nullptr) managed->deleter(managed);
-    }
-  } release{managed};
-  const DLTensor& tensor = managed->dl_tensor;
-  if (Lent* lent = Pool::Get().Find(tensor.shape); lent != nullptr && lent->array.has_value()) {
+mx::array ToArray(const DLTensor& tensor) {
+  Lent* lent = Pool::Get().Find(tensor.shape, tensor.ndim);
+  if (lent != nullptr && lent->array.has_value()) {
     const DLTensor& known = lent->managed.dl_tensor;
     if (known.data == tensor.data && known.byte_offset == tensor.byte_offset &&
         known.shape == tensor.shape && known.strides == tensor.strides &&
@@ -341,15 +385,13 @@ mx::array TakeBack(DLManagedTensorVersioned* managed) {
   return CopyFromCpu(tensor);
 }
 
-bool IsLent(const int64_t* shape) { return Pool::Get().Find(shape) != nullptr; }
-
 int AllocateTensor(DLTensor* prototype, DLManagedTensorVersioned** out, void* error_context,
                    void (*set_error)(void*, const char*, const char*)) {
   try {
     mx::Device device = FromDLDevice(prototype->device);
     mx::Shape shape = FromDLShape(*prototype);
     mx::Dtype dtype = FromDLPack(prototype->dtype);
-    if (current_hook != nullptr) {
+    if (current_hook != nullptr && current_hook->device() == device) {
       *out = current_hook->Allocate(std::move(shape), dtype);
       return 0;
     }
@@ -358,6 +400,7 @@ int AllocateTensor(DLTensor* prototype, DLManagedTensorVersioned** out, void* er
     mx::Stream current = CurrentMlxStream();
     mx::Stream stream = current.device == device ? current : mx::default_stream(device);
     backend.Allocate(array, stream);
+    array.set_status(mx::array::Status::available);
     *out = Lend(array, device, backend);
     backend.Start(array);
     return 0;
@@ -371,7 +414,8 @@ int AllocateTensor(DLTensor* prototype, DLManagedTensorVersioned** out, void* er
   return -1;
 }
 
-AllocationHook::AllocationHook() : outer_(std::exchange(current_hook, this)) {}
+AllocationHook::AllocationHook(mx::Device device)
+    : device_(device), outer_(std::exchange(current_hook, this)) {}
 
 AllocationHook::~AllocationHook() { current_hook = outer_; }
 

@@ -42,15 +42,17 @@ MLX_TVM_FFI_API DLManagedTensorVersioned* Lend(const mx::array& array, const mx:
 DLManagedTensorVersioned* LendMemory(const DLTensor& tensor, std::shared_ptr<void> owner);
 
 /*!
- * \brief The array of a tensor that a kernel returned; consumes `managed`. Memory that was lent or
- * allocated here comes back as itself; CPU memory of others is copied.
+ * \brief The array of a tensor that a kernel returned. Memory that was lent or allocated here comes
+ * back as itself; CPU memory of others is copied.
  * \throws tvm::ffi::Error NotImplementedError for what MLX cannot hold.
  */
-MLX_TVM_FFI_API mx::array TakeBack(DLManagedTensorVersioned* managed);
+MLX_TVM_FFI_API mx::array ToArray(const DLTensor& tensor);
 
-/*! \brief Whether `shape` is that of a tensor made by Lend: whether an argument came through the
- * exchange API. */
-MLX_TVM_FFI_API bool IsLent(const int64_t* shape);
+/*! \brief Copies a CPU tensor of any layout into row-contiguous memory at `to`. */
+void CopyRows(const DLTensor& tensor, void* to);
+
+/*! \brief The name of a dtype, also of one that tvm-ffi has no name for. */
+std::string NameOf(DLDataType dtype);
 
 /*! \brief tvm-ffi's environment allocator: gives MLX memory. See DLPackManagedTensorAllocator for
  * its contract. */
@@ -58,17 +60,19 @@ MLX_TVM_FFI_API int AllocateTensor(DLTensor* prototype, DLManagedTensorVersioned
                                    void* error_context,
                                    void (*set_error)(void*, const char*, const char*));
 
-/*! \brief While alive, gets the allocations that kernels make on this thread: those of a kernel
- * that runs as an op. */
+/*! \brief While alive, gets the allocations on `device` that kernels make on this thread: those of
+ * a kernel that runs as an op. */
 class AllocationHook {
  public:
-  AllocationHook();
+  explicit AllocationHook(mx::Device device);
   AllocationHook(const AllocationHook&) = delete;
   AllocationHook& operator=(const AllocationHook&) = delete;
   virtual ~AllocationHook();
   virtual DLManagedTensorVersioned* Allocate(mx::Shape shape, mx::Dtype dtype) = 0;
+  const mx::Device& device() const { return device_; }
 
  private:
+  mx::Device device_;
   AllocationHook* outer_;
 };
 

@@ -11,7 +11,9 @@
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "backend/cpu.h"
@@ -87,6 +89,17 @@ Backend& GetBackend(const mx::Device& device) {
         << ". Run `python -m mlx_tvm_ffi` to see what is missing.";
   }
   return *backend;
+}
+
+void Rethrow(const std::string& where, const std::runtime_error& error) {
+  if (std::string_view(error.what()).find("There is no Stream(") == 0) {
+    TVM_FFI_THROW(RuntimeError)
+        << where << error.what()
+        << " A stream belongs to the thread that made it: evaluate arrays there, with mx.eval, "
+           "before "
+           "another thread uses them, or use a stream of mx.new_thread_unsafe_stream.";
+  }
+  throw;
 }
 
 void RegisterBackend(mx::Device::DeviceType type, Backend* backend) {

@@ -14,6 +14,8 @@
 
 #include <memory>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace mlx_tvm_ffi {
@@ -122,6 +124,13 @@ class MLX_TVM_FFI_API Backend {
 /*! \brief The backend of a device. \throws tvm::ffi::Error RuntimeError where this build or machine
  * has none. */
 MLX_TVM_FFI_API Backend& GetBackend(const mx::Device& device);
+
+/*!
+ * \brief Throws `error` again; where MLX says with it that a stream belongs to another thread,
+ * after `where` and with the way out.
+ */
+[[noreturn]] MLX_TVM_FFI_API void Rethrow(const std::string& where,
+                                          const std::runtime_error& error);
 
 /*! \brief Adds a backend for a type of device: the one line by which a backend joins. Leaked on
  * purpose. */

@@ -3,8 +3,20 @@
 #include <mlx/backend/cpu/encoder.h>
 #include <mlx/scheduler.h>
 #include <mlx/transforms.h>
+#include <tvm/ffi/error.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <future>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "backend/backend.h"
 
@@ -14,6 +26,11 @@ namespace {
 
 // The CPU stream whose thread this is, while a kernel runs as one of its tasks.
 thread_local const mx::Stream* running_on = nullptr;
+
+[[noreturn]] void ThrowNoMemory(const mx::array& array) {
+  TVM_FFI_THROW(MemoryError) << "[mlx_tvm_ffi.allocate] memory: expected what the machine has, got "
+                             << array.nbytes() << " bytes. Use smaller arrays.";
+}
 
 class CpuStream final : public MlxStream {
  public:
@@ -39,7 +56,16 @@ class CpuBackend final : public Backend {
     // MLX's memory starts 8 bytes past an aligned address, where vector loads of compiled kernels
     // fault or are slow.
     constexpr size_t kAlignment = 64;
-    array.set_data(mx::allocator::malloc(array.nbytes() + kAlignment));
+    size_t bytes = array.nbytes() + kAlignment;
+    // Where there is no memory MLX goes on with null, and counts it as used.
+    constexpr size_t kLargeBytes = size_t{1} << 30;
+    if (bytes > kLargeBytes) {
+      void* probe = std::malloc(bytes);
+      if (probe == nullptr) ThrowNoMemory(array);
+      std::free(probe);
+    }
+    array.set_data(mx::allocator::malloc(bytes));
+    if (array.buffer().ptr() == nullptr) ThrowNoMemory(array);
     size_t past = reinterpret_cast<std::uintptr_t>(array.data<char>()) % kAlignment;
     if (past == 0) return;
     mx::Strides strides = array.strides();
@@ -54,26 +80,35 @@ class CpuBackend final : public Backend {
 
   void KeepScratch(mx::array array, const mx::Stream& stream) override {
     // A kernel that runs on the stream's thread is done with its scratch when it drops it.
-    if (running_on == nullptr) mx::cpu::get_command_encoder(stream).add_temporary(std::move(array));
+    bool is_running = running_on != nullptr && *running_on == stream;
+    if (!is_running) mx::cpu::get_command_encoder(stream).add_temporary(std::move(array));
   }
 
   void Encode(const mx::Stream& stream, const std::vector<mx::array>&, std::vector<mx::array>&,
               const std::shared_ptr<Launch>& launch) override {
+    if (failures_.load(std::memory_order_relaxed) != 0) MendTaskCount(stream);
     mx::cpu::get_command_encoder(stream).dispatch(
-        [launch, stream, interface = InterfaceOf(stream)]() {
+        [this, launch, stream, interface = InterfaceOf(stream)]() {
           const mx::Stream* outer = std::exchange(running_on, &stream);
           struct Restore {
             const mx::Stream* outer;
             ~Restore() { running_on = outer; }
           } restore{outer};
-          launch->Run(interface);
+          try {
+            launch->Run(interface);
+          } catch (...) {
+            ++failures_;
+            throw;
+          }
         });
   }
 
   bool Ready(const mx::array& array) const override {
     // A buffer with a second owner may be in use by work that MLX has scheduled.
-    return array.status() == mx::array::Status::available &&
-           array.data_shared_ptr().use_count() <= 1;
+    bool ready =
+        array.status() == mx::array::Status::available && array.data_shared_ptr().use_count() <= 1;
+    std::atomic_thread_fence(std::memory_order_acquire);  // after what the last other owner did
+    return ready;
   }
 
   void Prepare(mx::array& array) override {
@@ -83,7 +118,7 @@ class CpuBackend final : public Backend {
       // Waiting for the stream whose thread this is would never end; its earlier tasks are done
       // anyway.
       bool own = running_on != nullptr && *running_on == stream;
-      if (stream.device == mx::Device::cpu && !own) mx::synchronize(stream);
+      if (stream.device == mx::Device::cpu && !own) WaitFor(stream);
     }
   }
 
@@ -94,6 +129,35 @@ class CpuBackend final : public Backend {
   void Finish(mx::array&) noexcept override {}
 
  private:
+  // A task that MLX cannot schedule, since an earlier one of its stream failed, may stay in its
+  // count of running tasks for ever; from 10 such on it waits for one to end, for ever too. At most
+  // one for each failure is taken out of the count.
+  void MendTaskCount(const mx::Stream& stream) {
+    constexpr int kMany = 8;
+    int running = mx::scheduler::n_active_tasks();
+    if (running < kMany) return;
+    for (int n = std::min(failures_.exchange(0), running); n > 0; --n) {
+      mx::scheduler::notify_task_completion(stream);
+    }
+  }
+
+  // As mx::synchronize, which would take the error of a kernel from those who wait for its results.
+  static void WaitFor(const mx::Stream& stream) {
+    auto done = std::make_shared<std::promise<void>>();
+    auto set_done = [done] { done->set_value(); };
+    try {
+      mx::scheduler::enqueue(stream, set_done);
+    } catch (const std::exception& error) {
+      // On the main thread MLX hands a stream's error to whoever comes next: it is put back, from
+      // another thread.
+      std::thread([&, text = std::string(error.what())] {
+        mx::scheduler::enqueue(stream, [text] { throw std::runtime_error(text); });
+        mx::scheduler::enqueue(stream, set_done);
+      }).join();
+    }
+    done->get_future().wait();
+  }
+
   // Made once for each stream and thread: an interface holds no more than the stream's number.
   static const StreamRef& InterfaceOf(const mx::Stream& stream) {
     static thread_local std::vector<std::pair<mx::Stream, StreamRef>> interfaces;
@@ -104,6 +168,8 @@ class CpuBackend final : public Backend {
         .emplace_back(stream, MakeStream(std::make_shared<CpuStream>(stream.device, stream)))
         .second;
   }
+
+  std::atomic<int> failures_{0};  // kernels that raised, since the count was last mended
 };
 
 }  // namespace

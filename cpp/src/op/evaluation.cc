@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <stdexcept>
 
 #include "backend/backend.h"
 #include "op/kernel.h"
@@ -42,13 +43,13 @@ class Evaluation {
         outputs_(outputs) {}
 
   void Run() {
-    for (size_t i = 0; i < inputs_.size(); ++i) {
-      if ((kernel_.contiguous(i) && !inputs_[i].flags().row_contiguous) ||
-          (!kernel_.options().offsets && HasOffset(inputs_[i]))) {
-        copies_.emplace(i, Copy(inputs_[i]));
-      }
+    try {
+      Prepare();
+    } catch (...) {
+      // Work that was encoded to fill them still runs.
+      for (auto& [i, copy] : copies_) backend_.KeepScratch(copy, stream_);
+      throw;
     }
-    for (size_t i = 0; i < outputs_.size(); ++i) GiveMemory(i);
     bool all_empty = std::all_of(outputs_.begin(), outputs_.end(),
                                  [](const mx::array& output) { return output.size() == 0; });
     if (all_empty) return;  // nothing to write, and an empty grid is an error on a GPU
@@ -67,6 +68,16 @@ class Evaluation {
     DLTensor tensor{};
     backend_.Address(input, &tensor);
     return tensor.byte_offset != 0;
+  }
+
+  void Prepare() {
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      if ((kernel_.contiguous(i) && !inputs_[i].flags().row_contiguous) ||
+          (!kernel_.options().offsets && HasOffset(inputs_[i]))) {
+        copies_.emplace(i, Copy(inputs_[i]));
+      }
+    }
+    for (size_t i = 0; i < outputs_.size(); ++i) GiveMemory(i);
   }
 
   void Encode(const std::vector<mx::array>& inputs) {
@@ -126,7 +137,11 @@ class Evaluation {
 
 void Evaluate(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
               std::vector<mx::array>& outputs) {
-  Evaluation(primitive, inputs, outputs).Run();
+  try {
+    Evaluation(primitive, inputs, outputs).Run();
+  } catch (const std::runtime_error& error) {
+    Rethrow(Where(primitive.call()->kernel->options()), error);
+  }
 }
 
 }  // namespace mlx_tvm_ffi

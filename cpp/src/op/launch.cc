@@ -5,6 +5,7 @@
 #include <tvm/ffi/error.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <exception>
 #include <string>
@@ -77,7 +78,7 @@ bool SameDims(const DLTensor& a, const DLTensor& b) {
 }
 
 std::string Describe(const DLTensor& tensor) {
-  std::string text = ffi::DLDataTypeToString(tensor.dtype);
+  std::string text = NameOf(tensor.dtype);
   text += "[";
   for (int i = 0; i < tensor.ndim; ++i) {
     text += (i == 0 ? "" : ", ") + std::to_string(tensor.shape[i]);
@@ -101,6 +102,15 @@ bool IsRowContiguous(const DLTensor& tensor) {
   return true;
 }
 
+char* Address(const DLTensor& tensor) {
+  return static_cast<char*>(tensor.data) + tensor.byte_offset;
+}
+
+// Whether a kernel that was given the memory of `output` returned just that.
+bool InPlace(const DLTensor& returned, const DLTensor& output) {
+  return Address(returned) == Address(output) && IsRowContiguous(returned);
+}
+
 }  // namespace
 
 /*!
@@ -111,7 +121,10 @@ bool IsRowContiguous(const DLTensor& tensor) {
 class KernelLaunch::Scratch final : public AllocationHook {
  public:
   explicit Scratch(KernelLaunch* launch)
-      : launch_(launch), claimed_(launch->tensors_.size(), false) {}
+      : AllocationHook(launch->stream_.device),
+        launch_(launch),
+        claims_(launch->tensors_.size()),
+        claimed_(launch->tensors_.size(), false) {}
 
   DLManagedTensorVersioned* Allocate(mx::Shape shape, mx::Dtype dtype) override {
     mx::array array(std::move(shape), dtype, nullptr, {});
@@ -122,7 +135,9 @@ class KernelLaunch::Scratch final : public AllocationHook {
         if (claimed_[i] || !Fits(output.tensor, array)) continue;
         if (std::shared_ptr<void> memory = output.data.lock()) {
           claimed_[i] = true;
-          return LendMemory(output.tensor, std::move(memory));
+          auto claim = std::make_shared<std::shared_ptr<void>>(std::move(memory));
+          claims_[i] = claim;
+          return LendMemory(output.tensor, std::move(claim));
         }
       }
     }
@@ -134,6 +149,14 @@ class KernelLaunch::Scratch final : public AllocationHook {
     return LendMemory(tensor, array.data_shared_ptr());
   }
 
+  /*! \brief The number of a tensor whose memory the kernel still holds, or -1. */
+  int Kept() const {
+    for (size_t i = 0; i < claims_.size(); ++i) {
+      if (!claims_[i].expired()) return static_cast<int>(i);
+    }
+    return -1;
+  }
+
  private:
   static bool Fits(const DLTensor& output, const mx::array& array) {
     DLDataType dtype = ToDLPack(array.dtype());
@@ -143,6 +166,7 @@ class KernelLaunch::Scratch final : public AllocationHook {
   }
 
   KernelLaunch* launch_;
+  std::vector<std::weak_ptr<void>> claims_;
   std::vector<bool> claimed_;
 };
 
@@ -184,6 +208,7 @@ void KernelLaunch::Run(const StreamRef& stream) {
     AllocatorScope allocator;
     Scratch scratch(this);
     Call();
+    if (scratch.Kept() >= 0) ThrowKept(scratch.Kept());
   } catch (const ffi::Error& error) {
     ThrowNamed(name(), error.kind(), error.message(), error.backtrace());
   } catch (const std::exception& error) {
@@ -269,18 +294,21 @@ void KernelLaunch::Call() {
   }
   on_throw.run = nullptr;
   give_back();
-  if (kept >= 0) {
-    bool is_input = static_cast<size_t>(kept) < inputs_;
-    TVM_FFI_THROW(RuntimeError)
-        << "expected a kernel that lets go of its tensors when it returns, but it kept "
-        << (is_input ? "input " : "output ")
-        << (is_input ? static_cast<size_t>(kept) : static_cast<size_t>(kept) - inputs_)
-        << ". Copy what must outlive the call.";
-  }
+  if (kept >= 0) ThrowKept(kept);
+}
+
+void KernelLaunch::ThrowKept(int tensor) const {
+  size_t number = static_cast<size_t>(tensor);
+  bool is_input = number < inputs_;
+  TVM_FFI_THROW(RuntimeError)
+      << "expected a kernel that lets go of its tensors when it returns, but it kept "
+      << (is_input ? "input " : "output ") << (is_input ? number : number - inputs_)
+      << ". Copy what must outlive the call.";
 }
 
 void KernelLaunch::TakeReturned(const ffi::Any& result) const {
   size_t outputs = tensors_.size() - inputs_;
+  std::vector<ffi::Tensor> returned;
   auto take = [&](const ffi::Any& value, size_t i) {
     auto tensor = value.as<ffi::Tensor>();
     if (!tensor.has_value()) {
@@ -288,7 +316,8 @@ void KernelLaunch::TakeReturned(const ffi::Any& result) const {
                                << ", got " << value.GetTypeKey()
                                << ". Name \"rets\" in arg_spec if it fills its outputs.";
     }
-    CopyReturned(*tensor->GetDLTensorPtr(), i);
+    CheckReturned(*tensor->GetDLTensorPtr(), i);
+    returned.push_back(*std::move(tensor));
   };
   if (auto array = result.as<ffi::Array<ffi::Any>>()) {
     if (array->size() != outputs) {
@@ -302,23 +331,49 @@ void KernelLaunch::TakeReturned(const ffi::Any& result) const {
     TVM_FFI_THROW(TypeError) << "expected a kernel that returns " << outputs << " tensors, got "
                              << result.GetTypeKey() << ". Make `outputs` say what it returns.";
   }
+  CopyReturned(returned);
 }
 
-void KernelLaunch::CopyReturned(const DLTensor& returned, size_t output) const {
+void KernelLaunch::CheckReturned(const DLTensor& returned, size_t output) const {
   const DLTensor& expected = tensors_[inputs_ + output].tensor;
   if (!SameDims(returned, expected)) {
     TVM_FFI_THROW(ValueError) << "expected a kernel that returns " << Describe(expected)
                               << " for output " << output << ", got " << Describe(returned)
                               << ". Make `outputs` say what it returns.";
   }
-  if (returned.data == expected.data && returned.byte_offset == expected.byte_offset) return;
-  if (returned.device.device_type != kDLCPU || !IsRowContiguous(returned)) {
+  if (InPlace(returned, expected)) return;
+  if (returned.device.device_type != kDLCPU || expected.device.device_type != kDLCPU) {
     TVM_FFI_THROW(NotImplementedError) << "expected a kernel that allocates output " << output
                                        << " through TVMFFIEnvTensorAlloc, got memory from "
                                           "elsewhere. Let it fill an output instead.";
   }
-  std::memcpy(static_cast<char*>(expected.data) + expected.byte_offset,
-              static_cast<const char*>(returned.data) + returned.byte_offset, Bytes(expected));
+}
+
+void KernelLaunch::CopyReturned(const std::vector<ffi::Tensor>& returned) const {
+  auto in_an_output = [this](const DLTensor& tensor) {
+    return std::any_of(tensors_.begin() + static_cast<std::ptrdiff_t>(inputs_), tensors_.end(),
+                       [&](const Bound& output) {
+                         std::ptrdiff_t bytes = Address(tensor) - Address(output.tensor);
+                         return bytes >= 0 && static_cast<size_t>(bytes) < Bytes(output.tensor);
+                       });
+  };
+  // A kernel may return the memory of one output as another: that is read before any is written.
+  std::vector<std::vector<char>> read(returned.size());
+  for (size_t i = 0; i < returned.size(); ++i) {
+    const DLTensor& tensor = *returned[i].GetDLTensorPtr();
+    if (InPlace(tensor, tensors_[inputs_ + i].tensor) || !in_an_output(tensor)) continue;
+    read[i].resize(Bytes(tensor));
+    CopyRows(tensor, read[i].data());
+  }
+  for (size_t i = 0; i < returned.size(); ++i) {
+    const DLTensor& tensor = *returned[i].GetDLTensorPtr();
+    const DLTensor& output = tensors_[inputs_ + i].tensor;
+    if (!read[i].empty()) {
+      std::memcpy(Address(output), read[i].data(), read[i].size());
+    } else if (!InPlace(tensor, output)) {
+      CopyRows(tensor, Address(output));
+    }
+  }
 }
 
 }  // namespace mlx_tvm_ffi

@@ -7,6 +7,7 @@
 #define MLX_TVM_FFI_OP_LAUNCH_H_
 
 #include <mlx_tvm_ffi/op.h>
+#include <tvm/ffi/container/tensor.h>
 
 #include <memory>
 #include <vector>
@@ -43,7 +44,9 @@ class KernelLaunch final : public Launch {
   void Bind(const mx::array& array, const mx::Device& device, int64_t** dims);
   void Call();
   void TakeReturned(const tvm::ffi::Any& result) const;
-  void CopyReturned(const DLTensor& returned, size_t output) const;
+  void CheckReturned(const DLTensor& returned, size_t output) const;
+  void CopyReturned(const std::vector<tvm::ffi::Tensor>& returned) const;
+  [[noreturn]] void ThrowKept(int tensor) const;
 
   std::shared_ptr<const KernelCall> call_;
   Backend& backend_;

@@ -14,6 +14,7 @@ PYBIND11_MODULE(_core, module) {
   InitPyArray();
   InstallExchange();
   BindOp(module);
+  module.def("offer_allocator", &OfferAllocator);
   BindStream(module);
   static const PyArrayApi array_api{MLX_VERSION_NUMERIC, AsArray, FromArray, AsStreamOrDevice,
                                     SetPythonError};

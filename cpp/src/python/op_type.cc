@@ -140,7 +140,20 @@ PyObject* CallOp(PyObject* self, PyObject* const* args, size_t nargsf, PyObject*
   }
 }
 
+// The callables of an op may refer to it, as those of a layer that makes its own op do. Calls that
+// still run share them, which the collector takes for a reference from outside.
+int TraverseOp(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  const std::shared_ptr<const Rules>& rules = reinterpret_cast<OpObject*>(self)->state.rules;
+  if (rules.use_count() != 1) return 0;
+  for (const HeldObject* held : {&rules->outputs, &rules->vjp, &rules->jvp, &rules->vmap}) {
+    Py_VISIT(held->get().ptr());
+  }
+  return 0;
+}
+
 void DeallocateOp(PyObject* self) {
+  PyObject_GC_UnTrack(self);
   auto* op = reinterpret_cast<OpObject*>(self);
   PyTypeObject* type = Py_TYPE(self);
   if (op->weak_references != nullptr) PyObject_ClearWeakRefs(self);
@@ -171,14 +184,16 @@ PyTypeObject* MakeOpType() {
   static PyType_Slot slots[] = {
       {Py_tp_doc, const_cast<char*>("A kernel as an op of MLX's graph; made by mlx_tvm_ffi.op.")},
       {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+      {Py_tp_traverse, reinterpret_cast<void*>(TraverseOp)},
       {Py_tp_dealloc, reinterpret_cast<void*>(DeallocateOp)},
       {Py_tp_repr, reinterpret_cast<void*>(ReprOp)},
       {Py_tp_members, members},
       {Py_tp_getset, properties},
       {0, nullptr}};
-  static PyType_Spec spec = {
-      "mlx_tvm_ffi.Op", sizeof(OpObject), 0,
-      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  static PyType_Spec spec = {"mlx_tvm_ffi.Op", sizeof(OpObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                                 Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                             slots};
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr) throw py::error_already_set();
   return reinterpret_cast<PyTypeObject*>(type);
@@ -201,16 +216,26 @@ bool IsPythonKernel(TVMFFIObject* function) {
   return TVMFFIFunctionGetCellPtr(function)->safe_call == kEntry;
 }
 
-// Before Python goes: Python kernels that MLX has scheduled run to their end, and the reaper stops.
-void Finish() {
+// Returns once what `stream` was given has run, whatever errors it has.
+void WaitFor(const mx::Stream& stream) {
+  for (;;) {
+    try {
+      return mx::synchronize(stream);
+    } catch (const std::exception&) {
+      // It may not have waited; each error is thrown once, and nobody is left to hear of it.
+    }
+  }
+}
+
+// Before Python goes: Python kernels that MLX has scheduled run to their end, no more start, and
+// the reaper stops. A forked child has none of the threads that would run them.
+void Finish(int process) {
+  if (process != py::module_::import("os").attr("getpid")().cast<int>()) return;
   py::gil_scoped_release release;
+  PyPrimitive::StopKernels();
   if (python_kernels_made) {
     for (const mx::Stream& stream : mx::get_streams()) {
-      if (stream.device != mx::Device::cpu) continue;
-      try {
-        mx::synchronize(stream);
-      } catch (const std::exception&) {  // nobody is left to hear of it
-      }
+      if (stream.device == mx::Device::cpu) WaitFor(stream);
     }
   }
   StopReaping();
@@ -268,7 +293,8 @@ void BindOp(py::module_& module) {
              py::arg("arg_spec"), py::arg("contiguous"), py::arg("offsets"), py::arg("aliases"),
              py::arg("pure"), py::arg("capture"), py::arg("batching"), py::arg("outputs"),
              py::arg("vjp"), py::arg("jvp"), py::arg("vmap"));
-  py::module_::import("atexit").attr("register")(py::cpp_function(&Finish));
+  py::module_::import("atexit").attr("register")(py::cpp_function(&Finish),
+                                                 py::module_::import("os").attr("getpid")());
 }
 
 }  // namespace mlx_tvm_ffi

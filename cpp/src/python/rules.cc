@@ -4,6 +4,7 @@
 #include <mlx/transforms.h>
 #include <tvm/ffi/error.h>
 
+#include <atomic>
 #include <functional>
 #include <limits>
 #include <sstream>
@@ -205,6 +206,9 @@ bool IsFinalizing() {
 #endif
 }
 
+// Whether the interpreter is about to end.
+std::atomic<bool> kernels_stopped{false};
+
 }  // namespace
 
 HeldObject::~HeldObject() {
@@ -252,7 +256,14 @@ PyPrimitive::PyPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> ca
       keywords_(std::move(keywords)),
       batches_(batches) {}
 
+void PyPrimitive::StopKernels() { kernels_stopped = true; }
+
 void PyPrimitive::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  if (rules_->python_kernel && kernels_stopped) {
+    TVM_FFI_THROW(RuntimeError)
+        << Where(name()) << "evaluation: expected a running interpreter, which this Python kernel "
+        << "needs, got one that ends. Evaluate before the end of the program.";
+  }
   // Who evaluates with Python's lock, as mx.save does, goes on to wait with it: the kernel would
   // never run.
   if (rules_->python_kernel && PyGILState_Check() == 1) {

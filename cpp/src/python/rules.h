@@ -56,6 +56,9 @@ class PyPrimitive final : public KernelPrimitive {
               std::shared_ptr<const Rules> rules, std::shared_ptr<const HeldObject> keywords,
               int batches = 0);
 
+  /*! \brief From now on Python kernels are an error: Python is about to go. */
+  static void StopKernels();
+
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
   std::vector<mx::array> jvp(const std::vector<mx::array>& primals,
                              const std::vector<mx::array>& tangents,
