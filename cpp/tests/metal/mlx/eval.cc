@@ -45,7 +45,6 @@ class Synchronizer final : public mx::Primitive {
 };
 
 void EvalOnCpu(mx::array& array) {
-  for (mx::array input : array.inputs()) input.wait();
   static auto* original =
       Original<void(std::vector<mx::array>)>("_ZN3mlx4core4evalESt6vectorINS0_5arrayESaIS2_EE");
   original({array});
@@ -181,12 +180,14 @@ class Evaluation {
       array.attach_event(EventOf(stream));
       for (const mx::array& sibling : array.siblings()) sibling.attach_event(EventOf(stream));
     }
+    if (stream.device == mx::Device::cpu) FlushForHost(array);
     for (const mx::array& input : array.inputs()) WaitFor(input, stream);
     if (stream.device == mx::Device::gpu) {
       EvalOnGpu(array);
     } else if (dynamic_cast<Synchronizer*>(&array.primitive()) == nullptr) {
-      FlushForHost(array);
+      auto later = TakeEvents(array);
       EvalOnCpu(array);
+      for (auto& [input, event] : later) input.attach_event(event);
     }
     if (mx::scheduler::n_active_tasks() > kMaxActiveTasks) {
       for (mx::Stream open : open_) Finalize(open);
@@ -216,6 +217,21 @@ class Evaluation {
         input.event().wait(stream);
       }
     }
+  }
+
+  // Waits for what earlier evaluations made. What this one made on the GPU is done, but its event
+  // comes at the end: MLX's library must not see it.
+  std::vector<std::pair<mx::array, mx::Event>> TakeEvents(mx::array& array) {
+    std::vector<std::pair<mx::array, mx::Event>> taken;
+    for (mx::array input : array.inputs()) {
+      if (crossing_.count(input.id()) && input.event().valid()) {
+        taken.emplace_back(input, input.event());
+        input.attach_event(mx::Event{});
+      } else {
+        input.wait();
+      }
+    }
+    return taken;
   }
 
   // For who reads it on another stream.
