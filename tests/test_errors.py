@@ -175,9 +175,7 @@ def test_what_depends_on_a_failed_array_fails(kernels, add_one):
 
 def test_an_error_inside_compile(kernels, add_one):
     op = mtf.op(kernels.fail, outputs=VECTOR)
-    function = mx.compile(
-        lambda x: add_one(op(add_one(x), kind="ValueError", message="no good"))
-    )
+    function = mx.compile(lambda x: add_one(op(add_one(x), kind="ValueError", message="no good")))
     for _ in range(3):
         with raises(RuntimeError, "no good"):
             mx.eval(function(X))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -313,9 +312,7 @@ def test_a_callable_gets_arrays_and_attributes(kernels):
 
 
 def test_an_outputs_dtype_and_shape_are_what_was_said(kernels):
-    op = mtf.op(
-        lambda _, y: None, outputs=lambda x: mtf.ShapeDtype((2, *x.shape), mx.bfloat16)
-    )
+    op = mtf.op(lambda _, y: None, outputs=lambda x: mtf.ShapeDtype((2, *x.shape), mx.bfloat16))
     y = op(X)
     assert (y.shape, y.dtype) == ((2, 3), mx.bfloat16)
     mx.eval(y)
@@ -758,9 +755,7 @@ def test_impure_calls_are_not_merged(kernels):
 def test_kernels_made_and_dropped_under_compile_keep_their_results(kernels):
     # A freed kernel's address is used again: it must not be taken for the new one.
     for i in range(100):
-        op = mtf.op(
-            lambda x, y, factor=float(i): kernels.scale(x, y, factor), outputs=lambda x: x
-        )
+        op = mtf.op(lambda x, y, factor=float(i): kernels.scale(x, y, factor), outputs=lambda x: x)
         assert mx.compile(lambda x, op=op: op(x) + 0)(X).tolist() == [i, 2 * i, 3 * i]
 
 
@@ -849,14 +844,13 @@ def work():
     [
         "work()",
         "work(); del op, compiled, kernels",
-        "t = threading.Thread(target=work); t.start(); t.join()",
+        # MLX's rule for threads that compile: without it MLX's own ops abort at exit, too.
+        "t = threading.Thread(target=lambda: (work(), mx.clear_streams())); t.start(); t.join()",
         "work(); raise SystemExit(0)",
         "import atexit; atexit.register(work)",
     ],
 )
 def test_the_interpreter_ends_with_work_pending(run_python, library_path, kernel, main):
-    code = EXIT.format(
-        path=str(library_path("kernels")), kernel=kernel, main=main, rounds=20
-    )
+    code = EXIT.format(path=str(library_path("kernels")), kernel=kernel, main=main, rounds=20)
     for _ in range(3):
         assert run_python(code).stderr == ""

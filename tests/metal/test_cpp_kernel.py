@@ -19,7 +19,7 @@ TOOLS = ROOT / "cpp" / "tests" / "metal"
 
 
 @pytest.fixture(scope="module")
-def scale(simulator, tmp_path_factory):  # noqa: ARG001
+def scale(simulator, tmp_path_factory):
     """Build the example as a Mac would, but for the simulated Metal."""
     folder = tmp_path_factory.mktemp("cpp_kernel")
     with pytest.MonkeyPatch.context() as patch:

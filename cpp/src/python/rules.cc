@@ -11,6 +11,7 @@
 #include <string>
 
 #include "array/py_array.h"
+#include "backend/reap.h"
 
 namespace mlx_tvm_ffi {
 
@@ -214,9 +215,15 @@ std::atomic<bool> kernels_stopped{false};
 HeldObject::~HeldObject() {
   // After finalisation there is no interpreter to give the reference back to.
   if (object_ == nullptr || Py_IsInitialized() == 0 || IsFinalizing()) return;
-  PyGILState_STATE state = PyGILState_Ensure();
-  Py_DECREF(object_);
-  PyGILState_Release(state);
+  if (PyGILState_Check() == 1) {
+    Py_DECREF(object_);
+    return;
+  }
+  // A thread that ends while the interpreter does must not ask for the lock: it would never get it.
+  Reap({std::shared_ptr<void>(object_, [](void* object) {
+    py::gil_scoped_acquire lock;
+    Py_DECREF(static_cast<PyObject*>(object));
+  })});
 }
 
 std::vector<ShapeDtype> ReadOutputs(const std::string& op, py::handle outputs) {
@@ -255,6 +262,11 @@ PyPrimitive::PyPrimitive(mx::Stream stream, std::shared_ptr<const KernelCall> ca
       rules_(std::move(rules)),
       keywords_(std::move(keywords)),
       batches_(batches) {}
+
+PyPrimitive::~PyPrimitive() {
+  // A Python kernel takes the lock when it dies, see ~HeldObject.
+  if (rules_->python_kernel) Reap({std::const_pointer_cast<KernelCall>(call())});
+}
 
 void PyPrimitive::StopKernels() { kernels_stopped = true; }
 

@@ -55,6 +55,7 @@ class PyPrimitive final : public KernelPrimitive {
               std::shared_ptr<const std::vector<ShapeDtype>> outputs,
               std::shared_ptr<const Rules> rules, std::shared_ptr<const HeldObject> keywords,
               int batches = 0);
+  ~PyPrimitive() override;
 
   /*! \brief From now on Python kernels are an error: Python is about to go. */
   static void StopKernels();
