@@ -88,4 +88,4 @@ if __name__ == "__main__":
         for version in VERSIONS
         for problem in check(metal_sources(), version)
     ]
-    sys.exit("\n".join(problems))
+    sys.exit("\n".join(problems) or None)
