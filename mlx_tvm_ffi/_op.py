@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -29,6 +30,11 @@ class ShapeDtype(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
+
+    @property
+    def size(self) -> int:
+        """The number of elements, as of an array."""
+        return math.prod(self.shape)
 
 
 class Spec(Protocol):

@@ -169,13 +169,17 @@ class _Plan:
         self._kernels: dict[str, str] = record["kernels"]
         # Expressions that are computed for each set of shapes, and where the launches find them.
         self._values: list[Any] = []
-        names = list(self._kernels)
+        kernels = {name: i for i, name in enumerate(self._kernels)}
         self._launches = [
             [
-                names.index(launch["kernel"]),
+                kernels[launch["kernel"]],
                 self._slots(launch),
                 False,
-                [self._add(size) for size in [*launch["grid"], *launch["threadgroup"]]],
+                [
+                    self._add(launch[what][axis])
+                    for what in ("grid", "threadgroup")
+                    for axis in range(3)
+                ],
             ]
             for launch in record["launches"]
         ]
@@ -201,13 +205,14 @@ class _Plan:
 
     def _check_names(self) -> None:
         known = self.scalars.union(*(p.symbols() for p in self.inputs))
-        for parameter in self.outputs:
-            for name in sorted(set().union(*map(_names, parameter.shape)) - known):
-                text = (
-                    f"parameter {parameter.name}: expected a shape that follows from the inputs', "
-                    f"got {name} in it, which none of them has as a dimension."
-                )
-                raise _error(ValueError, text)
+        used = [*self._values, *(size for p in self.parameters for size in p.shape)]
+        unknown = sorted(set().union(*map(_names, used)) - known)
+        if unknown:
+            text = (
+                "artifact: expected sizes that follow from the inputs' shapes, got "
+                f"{', '.join(unknown)}, which no input has as a dimension."
+            )
+            raise _error(ValueError, text)
 
     def _bind(
         self, parameters: list[_Parameter], shapes: list[tuple[int, ...]], scalars: dict[str, Any]
@@ -215,9 +220,14 @@ class _Plan:
         """Give the values of all symbols, from shapes that are checked."""
         names = dict(scalars)
         for parameter, shape in zip(parameters, shapes, strict=True):
-            if len(shape) == len(parameter.shape):
-                for name, axis in parameter.symbols().items():
-                    names.setdefault(name, shape[axis])
+            if len(shape) != len(parameter.shape):
+                text = (
+                    f"{self.name}: {parameter.name}: expected {len(parameter.shape)} dimensions, "
+                    f"got shape {shape}."
+                )
+                raise _error(ValueError, text)
+            for name, axis in parameter.symbols().items():
+                names.setdefault(name, shape[axis])
         for parameter, shape in zip(parameters, shapes, strict=True):
             expected = tuple(_value(size, names) for size in parameter.shape)
             if shape != expected:

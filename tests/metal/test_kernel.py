@@ -87,10 +87,10 @@ def test_dropped_in_flight(sim: tvm_ffi.Module) -> None:
 
 def test_compiled_and_shapeless() -> None:
     op = scale()
-    f = mx.compile(lambda x: op(x + 1.0, factor=2.0, shift=1) - x, shapeless=True)
+    f = mx.compile(lambda x: op(op(x, factor=2.0, shift=1), factor=3.0, shift=0), shapeless=True)
     for n in (10, 300, 70):
         a = random(n)
-        np.testing.assert_array_equal(np.array(f(mx.array(a))), (a + 1) * 2 + 1 - a)
+        np.testing.assert_array_equal(np.array(f(mx.array(a))), (a * 2 + 1) * 3)
 
 
 def test_group_larger_than_grid() -> None:
@@ -100,9 +100,9 @@ def test_group_larger_than_grid() -> None:
 
 def test_wrong_scalar() -> None:
     x = mx.ones(4)
-    with pytest.raises(TypeError, match="argument 3: expected an int, got float"):
+    with pytest.raises(RuntimeError, match=r"TypeError: .*argument 3: expected an int, got float"):
         mx.eval(scale()(x, factor=1.0, shift=2.5))
-    with pytest.raises(ValueError, match="expected an int from 0 to 4294967295, got -1"):
+    with pytest.raises(RuntimeError, match=r"ValueError: .*from 0 to 4294967295, got -1"):
         mx.eval(scale()(x, factor=1.0, shift=-1))
 
 
@@ -127,7 +127,7 @@ def test_threadgroup_too_large() -> None:
         grid=(4096, 1, 1),
         threadgroup=(4096, 1, 1),
     )
-    with pytest.raises(ValueError, match=r"threadgroup of at most \d+ threads, got 4096 x 1 x 1"):
+    with pytest.raises(RuntimeError, match=r"threadgroup of at most \d+ threads, got 4096 x 1"):
         mx.eval(op(mx.ones(4096), factor=1.0, shift=0))
 
 

@@ -52,7 +52,8 @@ typedef struct mtf_stream_table {
   /*!
    * \brief The framework's open encoder: never null on a GPU, null on the CPU. Borrowed until the
    * matching release_encoder; the caller must not end it and must not commit its command buffer. A
-   * nested call gives the same encoder.
+   * nested call gives the same encoder. What is encoded sees what was written before the outermost
+   * acquire, by the same kernel too.
    */
   int (*acquire_encoder)(mtf_stream* self, void** encoder);
   /*! \brief Balances acquire_encoder. Never ends the framework's encoder. */
@@ -335,8 +336,9 @@ class StreamRef {
   }
   /*!
    * \brief The framework's open encoder: never null on a GPU, null on the CPU. Borrowed until the
-   * matching ReleaseEncoder; not to be ended, its command buffer not to be committed. EncoderScope
-   * pairs the two.
+   * matching ReleaseEncoder; not to be ended, its command buffer not to be committed. What is
+   * encoded sees what was written before the outermost acquire, by the same kernel too.
+   * EncoderScope pairs the two.
    */
   [[nodiscard]] void* AcquireEncoder() const {
     void* encoder = nullptr;

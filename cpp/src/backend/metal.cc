@@ -85,6 +85,7 @@ struct StreamState {
   uint64_t event_value = 0;
 
   bool in_op = false;
+  bool encoded = false;     // the op's kernel has had an encoder before
   int encoders = 0;         // acquired and not released
   int command_buffers = 0;  // the same
   int scopes = 0;
@@ -284,7 +285,11 @@ class MetalStream final : public MlxStream {
              "Release it before.";
     }
     if (state.encoders == 0) {
-      if (!state.in_op) BeginDirect(state, encoder, true);
+      if (!state.in_op) {
+        BeginDirect(state, encoder, true);
+      } else if (std::exchange(state.encoded, true)) {
+        encoder.barrier();  // a kernel made of several functions: each sees what those before wrote
+      }
       CountDispatches(encoder, 1);
     } else if (!state.in_op) {
       Declare(state, encoder, true);
@@ -402,12 +407,14 @@ class OpScope {
       : state_(state),
         encoder_(encoder),
         in_op_(std::exchange(state.in_op, true)),
+        encoded_(std::exchange(state.encoded, false)),
         encoders_(std::exchange(state.encoders, 0)),
         command_buffers_(std::exchange(state.command_buffers, 0)) {}
   ~OpScope() {
     if (state_.command_buffers != 0) Order(state_, encoder_);
     state_.command_buffers = command_buffers_;
     state_.encoders = encoders_;
+    state_.encoded |= encoded_;
     state_.in_op = in_op_;
   }
 
@@ -415,6 +422,7 @@ class OpScope {
   StreamState& state_;
   CommandEncoder& encoder_;
   const bool in_op_;
+  const bool encoded_;
   const int encoders_;
   const int command_buffers_;
 };

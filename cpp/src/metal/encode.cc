@@ -133,7 +133,6 @@ void Encode(MetalKernel& kernel, const MetalDispatch& dispatch) {
                                 << " threads, got " << group[0] << " x " << group[1] << " x "
                                 << group[2] << ". Use a smaller one.";
     }
-    stream.Barrier();
     const EncoderScope scope(stream);
     auto* encoder = static_cast<MTL::ComputeCommandEncoder*>(scope.encoder());
     encoder->setComputePipelineState(pipeline->state);

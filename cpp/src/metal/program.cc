@@ -26,7 +26,7 @@ using ScalarType = KernelInfo::Scalar;
 
 struct Parameter {
   bool is_tensor;
-  DLDataType dtype;  // of a tensor: checked, and its layout with it; no bits: neither is
+  DLDataType dtype;  // of a tensor: checked, and its layout with it; a handle: neither is
   ScalarType scalar;
 };
 
@@ -140,7 +140,7 @@ class Program {
   // A kernel with a declared dtype indexes as if strides were those of the shape.
   void CheckTensor(const KernelArguments& args, size_t i) const {
     const Parameter& parameter = parameters_[i];
-    if (!parameter.is_tensor || parameter.dtype.bits == 0) return;
+    if (!parameter.is_tensor || parameter.dtype.code == kDLOpaqueHandle) return;
     const DLTensor* tensor = args.Tensor(i);
     const DLDataType found = tensor->dtype;
     if (found.code != parameter.dtype.code || found.bits != parameter.dtype.bits ||
