@@ -51,6 +51,16 @@ def call_while_busy(kernels, call):
         return early.result()
 
 
+@pytest.fixture
+def python_kernel(kernels):
+    """Give add_one as a Python function."""
+
+    def function(x, y) -> None:
+        kernels.add_one(x, y)
+
+    return function
+
+
 # --- When it runs.
 
 
@@ -217,15 +227,15 @@ def test_waiting_releases_pythons_lock(kernels, gated, shared):
     assert x.tolist() == [1 if shared else 0] * 3
 
 
-def test_evaluating_arguments_releases_pythons_lock(kernels):
+def test_evaluating_arguments_releases_pythons_lock(kernels, python_kernel):
     # The op is a Python function: it runs on the stream's thread, and needs the lock.
-    op = mtf.op(lambda x, y: kernels.add_one(x, y), outputs=lambda x: x)
+    op = mtf.op(python_kernel, outputs=lambda x: x)
     y = mx.zeros(3)
     kernels.add_one(op(mx.zeros(3)), y)
     assert y.tolist() == [2, 2, 2]
 
 
-def test_a_kernel_runs_without_pythons_lock(kernels, gated):
+def test_a_kernel_runs_without_pythons_lock(kernels):
     kernels.close_gate()
     y = mx.zeros(3)
     with ThreadPoolExecutor(1) as pool:
@@ -241,7 +251,8 @@ def test_a_kernel_runs_without_pythons_lock(kernels, gated):
     assert y.tolist() == [1, 1, 1]
 
 
-def test_waiting_leaves_errors_to_those_they_belong_to(kernels, gated):
+def test_waiting_leaves_errors_to_those_they_belong_to(kernels):
+    kernels.close_gate()
     x = mx.zeros(3)
     mx.eval(x)
     failing = mtf.op(kernels.fail_behind_gate, outputs=x)
@@ -284,7 +295,7 @@ TRACERS = {
 def test_a_tracer_is_an_error_that_names_the_way_out(kernels, tracer, kernel):
     x = mx.array([1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match=r"a tracer of mx\.grad.*with mlx_tvm_ffi\.op"):
-        TRACERS[tracer](lambda a: kernels[kernel](a), x)
+        TRACERS[tracer](kernels[kernel], x)
     assert kernels[kernel](x).tolist() == [1, 2, 3]
 
 
@@ -310,7 +321,7 @@ def test_threads_call_at_the_same_time(kernels):
     shared = mx.arange(64, dtype=mx.float32)
     mx.eval(shared)
 
-    def work(number: int) -> bool:
+    def work(_number: int) -> bool:
         y = mx.zeros(64)
         mx.eval(y)
         for _ in range(300):
@@ -408,7 +419,7 @@ def test_a_kernel_called_by_a_kernel_that_runs_as_an_op(kernels):
     view = shared[1:]
     mx.eval(view)
 
-    def function(x, y) -> None:
+    def function(_, y) -> None:
         z = mx.array([5.0, 6.0])
         kernels.increment(z)
         kernels.add(z, kernels.fresh(view), z)

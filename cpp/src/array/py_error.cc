@@ -26,8 +26,16 @@ void SetPythonError() {
     throw;
   } catch (pybind11::error_already_set& error) {
     error.restore();
+  } catch (const pybind11::builtin_exception& error) {
+    error.set_error();
   } catch (const tvm::ffi::Error& error) {
-    PyErr_SetString(KindToType(error.kind()), error.message().c_str());
+    // A kernel's text may be anything.
+    std::string text = error.message();
+    PyObject* message =
+        PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
+    if (message == nullptr) return;
+    PyErr_SetObject(KindToType(error.kind()), message);
+    Py_DECREF(message);
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
   } catch (const std::invalid_argument& error) {

@@ -67,7 +67,9 @@ Kernel::Kernel(ffi::Function function, Options options)
         << Where(options_)
         << "function: expected a tvm_ffi.Function, got null. Load the kernel first.";
   }
-  if (options_.name.empty() || options_.name.find(' ') != std::string::npos) {
+  bool printable = std::none_of(options_.name.begin(), options_.name.end(),
+                                [](unsigned char c) { return c <= ' ' || c == 127; });
+  if (options_.name.empty() || !printable) {
     TVM_FFI_THROW(ValueError) << Where(options_) << "name: expected a name without spaces, got \""
                               << options_.name << "\". Use letters, digits, '_' and '.'.";
   }

@@ -311,7 +311,7 @@ void KernelLaunch::TakeReturned(const ffi::Any& result) const {
   std::vector<ffi::Tensor> returned;
   auto take = [&](const ffi::Any& value, size_t i) {
     auto tensor = value.as<ffi::Tensor>();
-    if (!tensor.has_value()) {
+    if (!tensor.has_value() || !tensor->defined()) {  // None is a tensor that is not defined
       TVM_FFI_THROW(TypeError) << "expected a kernel that returns a tensor for output " << i
                                << ", got " << value.GetTypeKey()
                                << ". Name \"rets\" in arg_spec if it fills its outputs.";

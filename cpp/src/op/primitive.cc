@@ -6,6 +6,7 @@
 #include <tvm/ffi/error.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "backend/backend.h"
@@ -167,12 +168,12 @@ bool KernelPrimitive::is_equivalent(const mx::Primitive& other) const {
 }
 
 std::vector<mx::Shape> KernelPrimitive::output_shapes(const std::vector<mx::array>&) {
-  TVM_FFI_THROW(ValueError)
-      << Where(call_->kernel->options())
-      << "outputs: expected a callable for shapes that are not known yet, as under "
-         "mx.compile(shapeless=True), got fixed shapes. Pass "
-         "outputs=lambda *arrays, **attributes: ... to mlx_tvm_ffi.op.";
-  TVM_FFI_UNREACHABLE();
+  // Through MLX's bindings, to which this is a ValueError and an error of tvm-ffi none.
+  throw std::invalid_argument(
+      Where(call_->kernel->options()) +
+      "outputs: expected a callable for shapes that are not known yet, as under "
+      "mx.compile(shapeless=True), got fixed shapes. Pass "
+      "outputs=lambda *arrays, **attributes: ... to mlx_tvm_ffi.op.");
 }
 
 std::shared_ptr<KernelPrimitive> KernelPrimitive::Clone(

@@ -25,9 +25,22 @@ py::handle TvmFfiType(const char* name) {
   return py::object(py::module_::import("tvm_ffi").attr(name)).release();
 }
 
+[[noreturn]] void ThrowNotCarried(const std::string& op, const std::string& name, PyObject* value) {
+  bool is_array = AsArray(value) != nullptr;
+  throw py::type_error(
+      Where(op, name) +
+      "expected None, a bool, int, float, str, bytes, dtype, device, or a sequence of these, got " +
+      Py_TYPE(value)->tp_name +
+      (is_array ? ". Pass arrays as positional inputs." : ". Convert it first."));
+}
+
 ffi::Any FromInteger(const std::string& op, const std::string& name, PyObject* value) {
   py::object number = py::reinterpret_steal<py::object>(PyNumber_Index(value));
-  if (!number) throw py::error_already_set();
+  if (!number) {
+    if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw py::error_already_set();
+    PyErr_Clear();  // an array of NumPy, for one
+    ThrowNotCarried(op, name, value);
+  }
   int overflow = 0;
   long long result = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
   if (overflow != 0) {
@@ -79,12 +92,7 @@ ffi::Any ToAttribute(const std::string& op, const std::string& name, PyObject* v
     return DLDevice{static_cast<DLDeviceType>(device.attr("dlpack_device_type")().cast<int>()),
                     device.attr("index").cast<int>()};
   }
-  bool is_array = AsArray(value) != nullptr;
-  throw py::type_error(
-      Where(op, name) +
-      "expected None, a bool, int, float, str, bytes, dtype, device, or a sequence of these, got " +
-      Py_TYPE(value)->tp_name +
-      (is_array ? ". Pass arrays as positional inputs." : ". Convert it first."));
+  ThrowNotCarried(op, name, value);
 }
 
 }  // namespace mlx_tvm_ffi
