@@ -1,8 +1,8 @@
 """Compile simple MSL for this machine: ``msl2so.py IN.metal OUT.so``.
 
 Buffers, scalars, thread positions, threadgroup memory, barriers, sums in a simdgroup,
-simdgroup matrices, half, vectors and function constants work. Templates, ``host_name``, swizzles and
-textures do not.
+simdgroup matrices, half, vectors and function constants work. Templates, ``host_name``, swizzles
+and textures do not.
 """
 
 from __future__ import annotations

@@ -336,9 +336,9 @@ class StreamRef {
   }
   /*!
    * \brief The framework's open encoder: never null on a GPU, null on the CPU. Borrowed until the
-   * matching ReleaseEncoder; not to be ended, its command buffer not to be committed. What is encoded
-   * sees what was written before the outermost acquire, by the same kernel too. EncoderScope pairs
-   * the two.
+   * matching ReleaseEncoder; not to be ended, its command buffer not to be committed. What is
+   * encoded sees what was written before the outermost acquire, by the same kernel too.
+   * EncoderScope pairs the two.
    */
   [[nodiscard]] void* AcquireEncoder() const {
     void* encoder = nullptr;
