@@ -129,4 +129,4 @@ def check(wheel: Path) -> list[str]:
 if __name__ == "__main__":
     made = build()
     sys.stdout.write(f"{made.name}\n")
-    sys.exit("\n".join(check(made)))
+    sys.exit("\n".join(check(made)) or None)
