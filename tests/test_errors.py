@@ -112,11 +112,15 @@ def test_a_kernel_with_other_parameters(kernels):
 WAYS = {
     "eval": mx.eval,
     "tolist": mx.array.tolist,
-    "memoryview": memoryview,
     "repr": repr,
     "direct call": tvm_ffi.get_global_func("mlx_tvm_ffi.same"),
     "eval of what depends on it": lambda array: mx.eval(mx.exp(array) + 1),
 }
+
+
+# Older MLX throws through CPython's buffer code there, which ends the process.
+if mx.__version__ >= "0.32.4":
+    WAYS["memoryview"] = memoryview
 
 
 @pytest.mark.parametrize("way", WAYS)
