@@ -173,9 +173,8 @@ def op(
         The kernel: a ``tvm_ffi.Function``, held strongly, or a Python function. Its tensor
         parameters may be ``TensorView``, ``DLTensor*`` or ``Tensor``. It runs on the thread that
         evaluates (CPU: on the stream's own thread) and must not keep a tensor it was handed after
-        it returns. A Python function needs Python's lock: what evaluates it and holds the lock, as
-        ``mx.save`` with a path does, is refused, and after ``mx.async_eval`` comes ``mx.eval``
-        before ``mx.save``, which would wait for ever.
+        it returns. ``mx.async_eval`` returns when the Python functions in its graph have run, on
+        the calling thread, and raises their errors.
     outputs
         What the kernel writes: something with ``.shape`` (elements) and ``.dtype`` (of
         ``mlx.core``) such as :class:`ShapeDtype` or an array, a sequence of those, or a callable

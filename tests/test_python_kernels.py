@@ -6,7 +6,8 @@ import pytest
 
 pytestmark = pytest.mark.cpu
 
-# A slow kernel, so that who waits is waiting while it asks for Python's lock.
+# A kernel slower than Python's switch of threads, so that who waits is waiting while it asks for
+# Python's lock.
 START = """
 import sys, threading
 import mlx.core as mx
@@ -16,7 +17,7 @@ import mlx_tvm_ffi as mtf
 
 def kernel(x, y):
     total = 0
-    for i in range(20000):
+    for i in range(400_000):
         total += i
     np.from_dlpack(y)[...] = np.from_dlpack(x) + 1
 
@@ -84,19 +85,27 @@ def test_waiting(run_python, wait):
     run_python(START + WAITS[wait].replace("\\n", "\n"), limit=60)
 
 
-def test_what_waits_with_pythons_lock_is_refused(run_python):
-    # mx.save keeps Python's lock: the kernel would never get it.
+@pytest.mark.parametrize("evaluate", ["", "mx.async_eval(y)"])
+def test_save_which_waits_with_pythons_lock(run_python, evaluate):
+    code = "mx.save('a.npy', y)\nassert mx.load('a.npy').tolist() == [2, 3, 4]"
+    run_python(f"{START}{evaluate}\n{code}", limit=60)
+
+
+def test_an_error_is_raised_by_async_eval(run_python):
     code = """
-try:
-    mx.save('a.npy', y)
-except Exception as error:
-    text = str(error)
-    assert "op add_one]" in text and "Python's lock" in text and "mx.eval" in text, text
-else:
-    raise SystemExit("mx.save waited without an error")
-mx.eval(y2 := add_one(x))
-mx.save('a.npy', y2)
-assert mx.load('a.npy').tolist() == [2, 3, 4]
+def broken(x, y):
+    raise KeyError("no such thing")
+op = mtf.op(broken, outputs=lambda x: x)
+z = op(y)
+for _ in range(2):
+    try:
+        mx.async_eval(mx.exp(x), z)
+    except RuntimeError as error:
+        assert "op broken]" in str(error) and "no such thing" in str(error), error
+    else:
+        raise SystemExit("no error")
+mx.synchronize()
+assert y.tolist() == [2, 3, 4]
 """
     run_python(START + code, limit=60)
 

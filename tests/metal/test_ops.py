@@ -388,6 +388,18 @@ def test_with_mlx_on_the_cpu(add_one: mtf.Op, data: Data) -> None:
     check(y, np.array(x) + 12)
 
 
+def test_python_kernel_on_the_cpu_gets_what_the_gpu_has_not_committed(
+    add_one: mtf.Op, data: Data
+) -> None:
+    def add_two(x: tvm_ffi.Tensor, y: tvm_ffi.Tensor) -> None:
+        np.from_dlpack(y)[...] = np.from_dlpack(x) + 2
+
+    x = data()
+    y = add_one(mtf.op(add_two, outputs=lambda x: x)(add_one(x), stream=mx.cpu))
+    mx.async_eval(y)
+    check(y, np.array(x) + 4)
+
+
 def test_across_evaluations_that_nobody_waits_for(add_one: mtf.Op, data: Data) -> None:
     x = data()
     y = x

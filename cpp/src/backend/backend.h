@@ -40,6 +40,9 @@ class MLX_TVM_FFI_API Launch {
   /*! \brief True where an output shares an input's memory, so that a second run would see the
    * first. */
   virtual bool aliased() const = 0;
+  /*! \brief True where the CPU must have run it when Encode returns: it needs a lock that those who
+   * wait for it may hold. Encode is then called without that lock. */
+  virtual bool at_once() const = 0;
   /*! \brief The kernel's name, for messages. */
   virtual const char* name() const = 0;
 };

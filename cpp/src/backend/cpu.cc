@@ -87,6 +87,11 @@ class CpuBackend final : public Backend {
 
   void Encode(const mx::Stream& stream, const std::vector<mx::array>&,
               std::vector<mx::array>& outputs, const std::shared_ptr<Launch>& launch) override {
+    if (launch->at_once()) {
+      WaitForGpus();
+      WaitFor(stream);
+      return launch->Run(InterfaceOf(stream));
+    }
     if (failures_.load(std::memory_order_relaxed) != 0) MendTaskCount(stream);
     mx::cpu::get_command_encoder(stream).dispatch([this, launch, stream,
                                                    interface = InterfaceOf(stream),
@@ -120,10 +125,7 @@ class CpuBackend final : public Backend {
     array.eval();
     if (array.data_shared_ptr().use_count() <= 1) return;
     for (const mx::Stream& stream : mx::get_streams()) {
-      // Waiting for the stream whose thread this is would never end; its earlier tasks are done
-      // anyway.
-      bool own = running_on != nullptr && *running_on == stream;
-      if (stream.device == mx::Device::cpu && !own) WaitFor(stream);
+      if (stream.device == mx::Device::cpu) WaitFor(stream);
     }
   }
 
@@ -146,8 +148,22 @@ class CpuBackend final : public Backend {
     }
   }
 
+  // What the CPU waits for may not be committed before this evaluation ends.
+  static void WaitForGpus() {
+    for (const mx::Stream& stream : mx::get_streams()) {
+      if (stream.device == mx::Device::cpu) continue;
+      try {
+        mx::synchronize(stream);
+      } catch (const std::exception&) {
+        // Another thread's stream: that thread commits it.
+      }
+    }
+  }
+
   // As mx::synchronize, which would take the error of a kernel from those who wait for its results.
   static void WaitFor(const mx::Stream& stream) {
+    // On the stream's own thread its earlier tasks are done; a wait would never end.
+    if (running_on != nullptr && *running_on == stream) return;
     auto done = std::make_shared<std::promise<void>>();
     auto set_done = [done] { done->set_value(); };
     try {

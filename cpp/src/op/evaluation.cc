@@ -34,13 +34,14 @@ bool MayDonate(const mx::array& input) {
 class Evaluation {
  public:
   Evaluation(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
-             std::vector<mx::array>& outputs)
+             std::vector<mx::array>& outputs, bool at_once)
       : call_(primitive.call()),
         kernel_(*call_->kernel),
         stream_(primitive.stream()),
         backend_(GetBackend(stream_.device)),
         inputs_(inputs),
-        outputs_(outputs) {}
+        outputs_(outputs),
+        at_once_(at_once) {}
 
   void Run() {
     try {
@@ -81,8 +82,9 @@ class Evaluation {
   }
 
   void Encode(const std::vector<mx::array>& inputs) {
-    backend_.Encode(stream_, inputs, outputs_,
-                    std::make_shared<KernelLaunch>(call_, backend_, stream_, inputs, outputs_));
+    backend_.Encode(
+        stream_, inputs, outputs_,
+        std::make_shared<KernelLaunch>(call_, backend_, stream_, inputs, outputs_, at_once_));
   }
 
   // Memory of its own with the input's values, row-contiguous, by MLX's own primitive.
@@ -130,15 +132,16 @@ class Evaluation {
   Backend& backend_;
   const std::vector<mx::array>& inputs_;
   std::vector<mx::array>& outputs_;
+  bool at_once_;
   std::map<size_t, mx::array> copies_;
 };
 
 }  // namespace
 
 void Evaluate(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
-              std::vector<mx::array>& outputs) {
+              std::vector<mx::array>& outputs, bool at_once) {
   try {
-    Evaluation(primitive, inputs, outputs).Run();
+    Evaluation(primitive, inputs, outputs, at_once).Run();
   } catch (const std::runtime_error& error) {
     Rethrow(Where(primitive.call()->kernel->options()), error);
   }

@@ -13,9 +13,10 @@
 namespace mlx_tvm_ffi {
 
 /*! \brief Evaluates a call. On the thread that evaluates; the inputs are as MLX gave them, for the
- * sake of donation. */
-void Evaluate(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
-              std::vector<mx::array>& outputs);
+ * sake of donation.
+ * \param at_once As Launch has it. */
+MLX_TVM_FFI_API void Evaluate(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
+                              std::vector<mx::array>& outputs, bool at_once = false);
 
 }  // namespace mlx_tvm_ffi
 

@@ -172,8 +172,12 @@ class KernelLaunch::Scratch final : public AllocationHook {
 
 KernelLaunch::KernelLaunch(std::shared_ptr<const KernelCall> call, Backend& backend,
                            const mx::Stream& stream, const std::vector<mx::array>& inputs,
-                           const std::vector<mx::array>& outputs)
-    : call_(std::move(call)), backend_(backend), stream_(stream), inputs_(inputs.size()) {
+                           const std::vector<mx::array>& outputs, bool at_once)
+    : call_(std::move(call)),
+      backend_(backend),
+      stream_(stream),
+      inputs_(inputs.size()),
+      at_once_(at_once) {
   size_t dims = 0;
   for (const mx::array& array : inputs) dims += 2 * array.ndim();
   for (const mx::array& array : outputs) dims += 2 * array.ndim();

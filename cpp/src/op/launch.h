@@ -20,9 +20,11 @@ class KernelLaunch final : public Launch {
  public:
   /*!
    * \param inputs, outputs Have memory. No handle of them is kept: that would block donation.
+   * \param at_once As Launch has it.
    */
   KernelLaunch(std::shared_ptr<const KernelCall> call, Backend& backend, const mx::Stream& stream,
-               const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs);
+               const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs,
+               bool at_once);
   ~KernelLaunch() override;
 
   void Run(const StreamRef& stream) override;
@@ -30,6 +32,7 @@ class KernelLaunch final : public Launch {
   Capture capture() const override { return call_->kernel->capture(); }
   Capture Learn(Capture capture) const noexcept override { return call_->kernel->Learn(capture); }
   bool aliased() const override { return !call_->kernel->options().aliases.empty(); }
+  bool at_once() const override { return at_once_; }
   const char* name() const override { return call_->kernel->options().name.c_str(); }
 
  private:
@@ -52,6 +55,7 @@ class KernelLaunch final : public Launch {
   Backend& backend_;
   mx::Stream stream_;
   size_t inputs_;
+  bool at_once_;
   mx::SmallVector<Bound, 4>
       tensors_;  // with room for most calls, so that a launch is one allocation
   mx::SmallVector<int64_t, 16> dims_;

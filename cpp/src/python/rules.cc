@@ -7,11 +7,13 @@
 #include <atomic>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <string>
 
 #include "array/py_array.h"
 #include "backend/reap.h"
+#include "op/evaluation.h"
 
 namespace mlx_tvm_ffi {
 
@@ -276,14 +278,13 @@ void PyPrimitive::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx:
         << Where(name()) << "evaluation: expected a running interpreter, which this Python kernel "
         << "needs, got one that ends. Evaluate before the end of the program.";
   }
-  // Who evaluates with Python's lock, as mx.save does, goes on to wait with it: the kernel would
-  // never run.
-  if (rules_->python_kernel && PyGILState_Check() == 1) {
-    TVM_FFI_THROW(RuntimeError)
-        << Where(name()) << "evaluation: expected a wait that releases Python's lock, which this "
-        << "Python kernel needs, got one that holds it. Call mx.eval on the arrays first.";
-  }
-  KernelPrimitive::eval_cpu(inputs, outputs);
+  if (!rules_->python_kernel) return KernelPrimitive::eval_cpu(inputs, outputs);
+  // MLX waits with Python's lock in mx.save, and in mx.synchronize before 0.32.3: for what that
+  // evaluates, or what mx.async_eval scheduled before.
+  bool has_lock = PyGILState_Check() == 1;
+  std::optional<py::gil_scoped_release> release;
+  if (has_lock) release.emplace();
+  Evaluate(*this, inputs, outputs, has_lock || outputs[0].event().valid());
 }
 
 std::vector<mx::array> PyPrimitive::vjp(const std::vector<mx::array>& primals,
