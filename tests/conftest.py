@@ -16,8 +16,10 @@ import mlx.core as mx
 import pytest
 import tvm_ffi
 
+import mlx_tvm_ffi as mtf
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[1]
 DEVICE = os.environ.get("DEVICE", "cpu")
@@ -81,6 +83,31 @@ def library_path() -> Callable[[str], Path]:
 def library(library_path: Callable[[str], Path]) -> Callable[[str], tvm_ffi.Module]:
     """Load the kernel library made from cpp/tests/NAME.cc."""
     return lambda name: tvm_ffi.load_module(library_path(name))
+
+
+@pytest.fixture
+def kernels(library: Callable[[str], tvm_ffi.Module]) -> Iterator[tvm_ffi.Module]:
+    """Load the kernels that most tests use. Afterwards nothing waits at their gate."""
+    module = library("kernels")
+    yield module
+    module.open_gate()
+    mx.synchronize()
+
+
+@pytest.fixture
+def add_one(kernels: tvm_ffi.Module) -> mtf.Op:
+    """Give a kernel as an op."""
+    return mtf.op(kernels.add_one, outputs=lambda x: x, name="add_one")
+
+
+@pytest.fixture
+def python_kernel(kernels: tvm_ffi.Module) -> Callable[[tvm_ffi.Tensor, tvm_ffi.Tensor], None]:
+    """Give add_one as a Python function."""
+
+    def function(x: tvm_ffi.Tensor, y: tvm_ffi.Tensor) -> None:
+        kernels.add_one(x, y)
+
+    return function
 
 
 @pytest.fixture

@@ -18,14 +18,6 @@ pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture
-def kernels(library):
-    module = library("kernels")
-    yield module
-    module.open_gate()
-    mx.synchronize()
-
-
-@pytest.fixture
 def gated(kernels):
     """Give an op that reads its input only after the gate was opened, and close the gate."""
     kernels.close_gate()
@@ -49,16 +41,6 @@ def call_while_busy(kernels, call):
         call()
         returned.set()
         return early.result()
-
-
-@pytest.fixture
-def python_kernel(kernels):
-    """Give add_one as a Python function."""
-
-    def function(x, y) -> None:
-        kernels.add_one(x, y)
-
-    return function
 
 
 # --- When it runs.

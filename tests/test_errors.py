@@ -27,11 +27,6 @@ def kernels(library):
     module.kept()
 
 
-@pytest.fixture
-def add_one(kernels):
-    return mtf.op(kernels.add_one, outputs=lambda x: x, name="add_one")
-
-
 @pytest.fixture(autouse=True)
 def everything_works_on(kernels):
     """After the test: the stream, others, direct calls, and what is scheduled next."""

@@ -20,29 +20,6 @@ X = mx.array([1.0, 2.0, 3.0])
 VECTOR = mtf.ShapeDtype((3,), mx.float32)
 
 
-@pytest.fixture
-def kernels(library):
-    module = library("kernels")
-    yield module
-    module.open_gate()
-    mx.synchronize()
-
-
-@pytest.fixture
-def add_one(kernels):
-    return mtf.op(kernels.add_one, outputs=lambda x: x, name="add_one")
-
-
-@pytest.fixture
-def python_kernel(kernels):
-    """Give add_one as a Python function."""
-
-    def function(x, y) -> None:
-        kernels.add_one(x, y)
-
-    return function
-
-
 # --- The order of the kernel's parameters.
 
 
