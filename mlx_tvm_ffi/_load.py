@@ -61,9 +61,9 @@ def load_module(path: str | os.PathLike[str]) -> tvm_ffi.Module:
         scale = mtf.op(module.scale, outputs=lambda x: x)
 
     """
-    file = Path(path)
+    file = Path(path).resolve()  # the system looks for a bare name elsewhere
     if not file.is_file():
-        message = f"[mlx_tvm_ffi.load_module] path: expected a file, got {str(file)!r}."
+        message = f"[mlx_tvm_ffi.load_module] path: expected a file, got {str(path)!r}."
         raise FileNotFoundError(message)
     with _lock:
         _link(file)
@@ -103,7 +103,7 @@ def _link(file: Path) -> None:
 
 def _open(file: Path) -> str:
     try:
-        ctypes.CDLL(str(file.resolve()), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        ctypes.CDLL(str(file), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError as error:
         return str(error)
     return ""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
@@ -136,5 +137,28 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
         )
         assert result.returncode == expected, f"{result.stdout}{result.stderr}"
         return result
+
+    return run
+
+
+@pytest.fixture
+def run_with(run_python: Callable[..., object]) -> Callable[..., None]:
+    """Run code beside ``tvm``, ``torch`` or ``tilelang``, from what ``make artifacts`` installed.
+
+    The process finds this environment's packages and theirs. TileLang's come first, since it takes
+    an older tvm-ffi than what is here mostly.
+    """
+
+    def run(other: str, code: str, *, theirs_first: bool | None = None, **options: Any) -> None:
+        environment = ROOT / (".venv-tvm" if other == "tvm" else ".venv-tilelang")
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        theirs = environment / "lib" / version / "site-packages"
+        if not theirs.is_dir() or not (ROOT / "build" / "artifacts" / "tvm" / ".made").exists():
+            pytest.skip(f"needs {environment.name} with {version}; run make artifacts")
+        paths = [sysconfig.get_path("purelib"), str(theirs)]
+        if other == "tilelang" if theirs_first is None else theirs_first:
+            paths.reverse()
+        find = "".join(f"site.addsitedir({path!r}); " for path in paths)
+        run_python(["-S", "-c", f"import site, sys; {find}\n{code}"], limit=300, **options)
 
     return run
