@@ -31,7 +31,9 @@ def from_tilelang(
     """Make what TileLang compiled for Metal an op.
 
     Neither torch nor TileLang's host code takes part: kernels are launched on MLX's encoder, with
-    barriers between those of one function.
+    barriers between those of one function. TileLang may be in this process, imported before or
+    after: pip finds a tvm-ffi that both take (0.1.12 for TileLang 0.1.15). Where it is not, save
+    the artifact to a file.
 
     Parameters
     ----------

@@ -12,6 +12,8 @@ import pytest
 import mlx_tvm_ffi as mtf
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import tvm_ffi
 
 ARTIFACTS = Path(__file__).parents[2] / "build" / "artifacts"
@@ -197,3 +199,39 @@ def test_tilelang_matrix_product_with_simdgroups() -> None:
 
 def test_tilelang_empty() -> None:
     assert tilelang("scale_add")(mx.zeros(0), alpha=1.0, shift=0).shape == (0,)
+
+
+# As on a Mac, where importing TileLang sets the variable, and ops need no exchange of arrays.
+LIVE = f"""
+import os
+os.environ["TVM_FFI_SKIP_DLPACK_C_EXCHANGE_API"] = "1"
+import tilelang
+from tilelang import tvm
+import mlx.core as mx
+import mlx_tvm_ffi as mtf
+import numpy as np
+
+sys.path.insert(0, "{ARTIFACTS.parents[1]}/tests/artifacts")
+import make_tilelang as made
+
+mx.set_default_device(mx.gpu)
+
+def op(function):
+    with tvm.transform.PassContext(), tvm.target.Target("metal"):
+        return mtf.metal.from_tilelang(tilelang.lower(function, target="metal"))
+
+a = np.random.default_rng().integers(-9, 9, (40, 64)).astype(np.float32)
+x = mx.array(a)
+row = mx.array(a[0])
+mean, centred = op(made.center_rows)(x)
+np.testing.assert_allclose(np.array(mean), a.mean(1), rtol=1e-6)
+np.testing.assert_allclose(np.array(centred), a - a.mean(1, keepdims=True), rtol=1e-5, atol=1e-5)
+y = op(made.update_cache)(x, row, position=4)
+np.testing.assert_array_equal(np.array(y)[4], a[0])
+np.testing.assert_array_equal(np.array(op(made.scale_add)(row, alpha=2.0, shift=1)), a[0] * 2 + 1)
+"""
+
+
+@pytest.mark.parametrize("order", [None], ids=["once"])
+def test_tilelang_in_one_process(run_with: Callable[..., None], order: None) -> None:
+    run_with("tilelang", LIVE)
