@@ -3,25 +3,11 @@
 
 // What the examples' kernels on the CPU share.
 
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
-/*! \brief The elements of a tensor, which must be what the kernels expect: see the checks. */
-template <typename T>
-inline T* Data(const tvm::ffi::TensorView& tensor, const char* name) {
-  constexpr bool kIsFloat = std::is_floating_point_v<T>;
-  const DLDataType dtype = tensor.dtype();
-  TVM_FFI_CHECK(dtype.code == (kIsFloat ? kDLFloat : kDLInt) && dtype.bits == 32, TypeError)
-      << name << ": expected " << (kIsFloat ? "float32" : "int32") << ", got " << dtype;
-  TVM_FFI_CHECK(tensor.device().device_type == kDLCPU, ValueError) << name << ": not on the CPU";
-  TVM_FFI_CHECK(tensor.IsContiguous(), ValueError) << name << ": not row-contiguous";
-  return reinterpret_cast<T*>(static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset());
-}
+#include "tensor_checks.h"
 
 // Branch-free float functions that compilers turn into vector code, which calls into libm prevent.
 

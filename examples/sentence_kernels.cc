@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "kernel_helpers.h"
+#include "sentence_shapes.h"
 
 namespace {
 
@@ -28,13 +29,7 @@ int64_t Length(const int32_t* lengths, int64_t b, int64_t tokens) {
 void AddLayerNorm(TensorView x, TensorView residual, TensorView weight, TensorView bias,
                   TensorView y, double eps) {
   const int64_t features = weight.numel();
-  TVM_FFI_CHECK(features > 0 && bias.numel() == features && x.ndim() > 0 &&
-                    x.size(x.ndim() - 1) == features && x.numel() == y.numel() &&
-                    residual.numel() > 0 && residual.numel() % features == 0 &&
-                    x.numel() % residual.numel() == 0,
-                ValueError)
-      << "shapes do not fit: x " << x.shape() << ", residual " << residual.shape() << ", weight "
-      << weight.shape() << ", bias " << bias.shape() << ", y " << y.shape();
+  CheckAddLayerNorm(x, residual, weight, bias, y);
   const float* x_data = Data<float>(x, "x");
   const float* residual_data = Data<float>(residual, "residual");
   const float* w = Data<float>(weight, "weight");
@@ -69,8 +64,7 @@ void AddLayerNorm(TensorView x, TensorView residual, TensorView weight, TensorVi
 
 // y = x * P(Z < x) for a standard normal Z: the exact GELU, not its tanh approximation.
 void GeluKernel(TensorView x, TensorView y) {
-  TVM_FFI_CHECK(x.numel() == y.numel(), ValueError)
-      << "shapes differ: x " << x.shape() << ", y " << y.shape();
+  CheckGelu(x, y);
   const float* in = Data<float>(x, "x");
   float* out = Data<float>(y, "y");
   const int64_t size = x.numel();
@@ -83,11 +77,7 @@ void GeluKernel(TensorView x, TensorView y) {
 // y = softmax(scores * scale) over the first lengths[b] of the last axis, zero beyond.
 // scores: [B, ..., L].
 void MaskedSoftmax(TensorView scores, TensorView lengths, TensorView y, double scale) {
-  TVM_FFI_CHECK(scores.ndim() >= 2 && lengths.ndim() == 1 && lengths.size(0) == scores.size(0) &&
-                    scores.numel() == y.numel(),
-                ValueError)
-      << "shapes do not fit: scores " << scores.shape() << ", lengths " << lengths.shape() << ", y "
-      << y.shape();
+  CheckMaskedSoftmax(scores, lengths, y);
   const float* in = Data<float>(scores, "scores");
   const int32_t* length_data = Data<int32_t>(lengths, "lengths");
   float* out = Data<float>(y, "y");
@@ -121,12 +111,7 @@ void MaskedSoftmax(TensorView scores, TensorView lengths, TensorView y, double s
 
 // y = m / |m| for the mean m of the first lengths[b] tokens. hidden: [B, L, D], y: [B, D].
 void MeanPoolNormalize(TensorView hidden, TensorView lengths, TensorView y) {
-  TVM_FFI_CHECK(hidden.ndim() == 3 && lengths.ndim() == 1 && y.ndim() == 2 &&
-                    lengths.size(0) == hidden.size(0) && y.size(0) == hidden.size(0) &&
-                    y.size(1) == hidden.size(2),
-                ValueError)
-      << "shapes do not fit: hidden " << hidden.shape() << ", lengths " << lengths.shape() << ", y "
-      << y.shape();
+  CheckMeanPoolNormalize(hidden, lengths, y);
   const float* in = Data<float>(hidden, "hidden");
   const int32_t* length_data = Data<int32_t>(lengths, "lengths");
   float* out = Data<float>(y, "y");

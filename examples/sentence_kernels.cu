@@ -10,23 +10,14 @@
 #include <cmath>
 #include <cstdint>
 
+#include "sentence_shapes.h"
+#include "tensor_checks.h"
+
 namespace {
 
 using tvm::ffi::TensorView;
 
 constexpr int kThreads = 128;
-
-template <typename T>
-T* Data(const TensorView& tensor, const char* name) {
-  const DLDataType dtype = tensor.dtype();
-  TVM_FFI_CHECK(dtype.code == (std::is_integral_v<T> ? kDLInt : kDLFloat) && dtype.bits == 32,
-                TypeError)
-      << name << ": expected " << (std::is_integral_v<T> ? "int32" : "float32") << ", got "
-      << dtype;
-  TVM_FFI_CHECK(tensor.device().device_type == kDLCUDA, ValueError) << name << ": not on a GPU";
-  TVM_FFI_CHECK(tensor.IsContiguous(), ValueError) << name << ": not row-contiguous";
-  return static_cast<T*>(tensor.data_ptr());
-}
 
 // Launches `rows` blocks of kThreads on the stream that tvm-ffi names.
 template <typename... Params, typename... Args>
@@ -86,13 +77,7 @@ __global__ void AddLayerNormKernel(const float* x, const float* residual, const 
 void AddLayerNorm(TensorView x, TensorView residual, TensorView weight, TensorView bias,
                   TensorView y, double eps) {
   const int64_t features = weight.numel();
-  TVM_FFI_CHECK(features > 0 && bias.numel() == features && x.ndim() > 0 &&
-                    x.size(x.ndim() - 1) == features && x.numel() == y.numel() &&
-                    residual.numel() > 0 && residual.numel() % features == 0 &&
-                    x.numel() % residual.numel() == 0,
-                ValueError)
-      << "shapes do not fit: x " << x.shape() << ", residual " << residual.shape() << ", weight "
-      << weight.shape() << ", bias " << bias.shape() << ", y " << y.shape();
+  CheckAddLayerNorm(x, residual, weight, bias, y);
   Launch(AddLayerNormKernel, x, x.numel() / features, Data<float>(x, "x"),
          Data<float>(residual, "residual"), Data<float>(weight, "weight"),
          Data<float>(bias, "bias"), Data<float>(y, "y"), static_cast<int>(features),
@@ -105,8 +90,7 @@ __global__ void GeluKernel(const float* x, float* y, int64_t size) {
 }
 
 void Gelu(TensorView x, TensorView y) {
-  TVM_FFI_CHECK(x.numel() == y.numel(), ValueError)
-      << "shapes differ: x " << x.shape() << ", y " << y.shape();
+  CheckGelu(x, y);
   Launch(GeluKernel, x, (x.numel() + kThreads - 1) / kThreads, Data<float>(x, "x"),
          Data<float>(y, "y"), x.numel());
 }
@@ -136,16 +120,12 @@ __global__ void MaskedSoftmaxKernel(const float* scores, const int* lengths, flo
 }
 
 void MaskedSoftmax(TensorView scores, TensorView lengths, TensorView y, double scale) {
-  TVM_FFI_CHECK(scores.ndim() >= 2 && lengths.ndim() == 1 && lengths.size(0) == scores.size(0) &&
-                    scores.numel() == y.numel(),
-                ValueError)
-      << "shapes do not fit: scores " << scores.shape() << ", lengths " << lengths.shape() << ", y "
-      << y.shape();
+  CheckMaskedSoftmax(scores, lengths, y);
   if (scores.numel() == 0) return;
   const int64_t tokens = scores.size(scores.ndim() - 1);
   const int64_t rows = scores.numel() / tokens;
   Launch(MaskedSoftmaxKernel, scores, rows, Data<float>(scores, "scores"),
-         Data<int>(lengths, "lengths"), Data<float>(y, "y"), static_cast<int>(tokens),
+         Data<int32_t>(lengths, "lengths"), Data<float>(y, "y"), static_cast<int>(tokens),
          rows / scores.size(0), static_cast<float>(scale));
 }
 
@@ -167,14 +147,9 @@ __global__ void MeanPoolNormalizeKernel(const float* hidden, const int* lengths,
 }
 
 void MeanPoolNormalize(TensorView hidden, TensorView lengths, TensorView y) {
-  TVM_FFI_CHECK(hidden.ndim() == 3 && lengths.ndim() == 1 && y.ndim() == 2 &&
-                    lengths.size(0) == hidden.size(0) && y.size(0) == hidden.size(0) &&
-                    y.size(1) == hidden.size(2),
-                ValueError)
-      << "shapes do not fit: hidden " << hidden.shape() << ", lengths " << lengths.shape() << ", y "
-      << y.shape();
+  CheckMeanPoolNormalize(hidden, lengths, y);
   Launch(MeanPoolNormalizeKernel, hidden, hidden.size(0), Data<float>(hidden, "hidden"),
-         Data<int>(lengths, "lengths"), Data<float>(y, "y"), static_cast<int>(hidden.size(1)),
+         Data<int32_t>(lengths, "lengths"), Data<float>(y, "y"), static_cast<int>(hidden.size(1)),
          static_cast<int>(hidden.size(2)));
 }
 
