@@ -17,9 +17,19 @@ namespace mlx_tvm_ffi {
 
 namespace {
 
-mx::Device CurrentDevice() {
-  if (!HasBackend(mx::Device::gpu)) return mx::Device(mx::Device::cpu);
-  return CurrentMlxStream().device;
+/*! \brief Where arrays are lent from: a device with its backend. */
+struct Place {
+  mx::Device device;
+  Backend& backend;
+};
+
+Place CurrentPlace() {
+  // Without a GPU there is nothing to ask for at each argument.
+  static Backend* const kOnly =
+      HasBackend(mx::Device::gpu) ? nullptr : &GetBackend(mx::Device(mx::Device::cpu));
+  if (kOnly != nullptr) return {mx::Device(mx::Device::cpu), *kOnly};
+  mx::Device device = CurrentMlxStream().device;
+  return {device, GetBackend(device)};
 }
 
 int FromPyObject(void* object, DLManagedTensorVersioned** out) {
@@ -39,8 +49,7 @@ int FromPyObject(void* object, DLManagedTensorVersioned** out) {
           "mx.grad, mx.compile, mx.vmap or the like. Make the kernel an op with mlx_tvm_ffi.op.");
       return -1;
     }
-    mx::Device device = CurrentDevice();
-    Backend& backend = GetBackend(device);
+    auto [device, backend] = CurrentPlace();
     if (backend.Ready(*array)) {
       *out = Lend(*array, device, backend);
       backend.Start(*array);

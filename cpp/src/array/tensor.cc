@@ -39,6 +39,8 @@ struct Lent {
   std::array<int64_t, 2 * kInlineDims> inline_dims;
 };
 
+void ReturnLent(DLManagedTensorVersioned* managed);
+
 /*!
  * \brief Where managed tensors come from and go back to: a free list per thread, refilled from one
  * list of the process. Slabs are never freed, so an address can be recognised as ours without a
@@ -68,14 +70,15 @@ class Pool {
   }
 
   /*! \brief Gives a tensor dims that do not fit into it. */
-  int64_t* AddWide(Lent* lent, int ndim) {
+  [[gnu::noinline]] int64_t* AddWide(Lent* lent, int ndim) {
     lent->wide_dims = std::make_unique<int64_t[]>(2 * static_cast<size_t>(ndim));
     std::lock_guard<std::mutex> lock(mutex_);
     wide_.emplace(lent->wide_dims.get(), lent);
     return lent->wide_dims.get();
   }
 
-  void RemoveWide(Lent* lent) {
+  // Not inlined, as others here: what each call needs stays short.
+  [[gnu::noinline]] void RemoveWide(Lent* lent) {
     std::lock_guard<std::mutex> lock(mutex_);
     wide_.erase(lent->wide_dims.get());
     lent->wide_dims.reset();
@@ -121,7 +124,7 @@ class Pool {
     size_t count;
   };
 
-  void Refill(ThreadList* list) {
+  [[gnu::noinline]] void Refill(ThreadList* list) {
     static thread_local Closer closer;
     (void)closer;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -133,7 +136,7 @@ class Pool {
     }
   }
 
-  void Return(ThreadList* list, size_t keep) {
+  [[gnu::noinline]] void Return(ThreadList* list, size_t keep) {
     std::lock_guard<std::mutex> lock(mutex_);
     while (list->size > keep) {
       Lent* lent = std::exchange(list->head, list->head->next);
@@ -148,6 +151,10 @@ class Pool {
     size_t count = kBatch << index;
     Lent* begin = new Lent[count];
     for (size_t i = 0; i < count; ++i) {
+      begin[i].managed.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
+      begin[i].managed.manager_ctx = begin + i;
+      begin[i].managed.deleter = ReturnLent;
+      begin[i].managed.flags = 0;
       begin[i].next = std::exchange(free_, begin + i);
     }
     slabs_[index] = {begin, count};
@@ -163,25 +170,22 @@ class Pool {
   std::atomic<size_t> slab_count_{0};
 };
 
-constinit thread_local Pool::ThreadList Pool::local_{nullptr, 0, false};
+constinit thread_local Pool::ThreadList Pool::local_ MLX_TVM_FFI_STATIC_TLS{nullptr, 0, false};
 
 void ReturnLent(DLManagedTensorVersioned* managed) {
   Lent* lent = reinterpret_cast<Lent*>(managed);
   if (lent->array.has_value()) {
     lent->backend->Finish(*lent->array);
     lent->array.reset();
+  } else {
+    lent->owner.reset();
   }
-  lent->owner.reset();
   if (lent->wide_dims != nullptr) Pool::Get().RemoveWide(lent);
   Pool::Get().Give(lent);
 }
 
 Lent* NewLent(int ndim, int64_t** dims) {
   Lent* lent = Pool::Get().Take();
-  lent->managed.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
-  lent->managed.manager_ctx = lent;
-  lent->managed.deleter = ReturnLent;
-  lent->managed.flags = 0;
   *dims = ndim > kInlineDims ? Pool::Get().AddWide(lent, ndim) : lent->inline_dims.data();
   return lent;
 }
@@ -325,8 +329,10 @@ mx::Dtype FromDLPack(DLDataType dtype) {
 void FillTensor(const mx::array& array, const mx::Device& device, const Backend& backend,
                 int64_t* dims, DLTensor* tensor) {
   size_t ndim = array.ndim();
-  std::copy(array.shape().begin(), array.shape().end(), dims);
-  std::copy(array.strides().begin(), array.strides().end(), dims + ndim);
+  for (size_t i = 0; i < ndim; ++i) {  // few: as std::copy they would be vectorised, at a loss
+    dims[i] = array.shape()[i];
+    dims[ndim + i] = array.strides()[i];
+  }
   tensor->device = backend.ToDLDevice(device);
   tensor->ndim = static_cast<int32_t>(ndim);
   tensor->dtype = ToDLPack(array.dtype());

@@ -120,7 +120,9 @@ std::optional<mx::Stream> ToMlxStream(const StreamRef& stream) {
 }
 
 mx::Stream CurrentMlxStream() {
-  if (std::optional<mx::Stream> scoped = ToMlxStream(InnermostStream())) return *scoped;
+  if (StreamRef innermost = InnermostStream()) {
+    if (std::optional<mx::Stream> scoped = ToMlxStream(innermost)) return *scoped;
+  }
   return mx::default_stream(mx::default_device());
 }
 

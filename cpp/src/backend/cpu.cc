@@ -93,24 +93,23 @@ class CpuBackend final : public Backend {
       return launch->Run(InterfaceOf(stream));
     }
     if (failures_.load(std::memory_order_relaxed) != 0) MendTaskCount(stream);
-    mx::cpu::get_command_encoder(stream).dispatch([this, launch, stream,
-                                                   interface = InterfaceOf(stream),
-                                                   is_async = outputs[0].event().valid()]() {
-      const mx::Stream* outer = std::exchange(running_on, &stream);
-      struct Restore {
-        const mx::Stream* outer;
-        ~Restore() { running_on = outer; }
-      } restore{outer};
-      try {
-        launch->Run(interface);
-      } catch (...) {
-        ++failures_;
-        // An error that is set while mx.async_eval still schedules may keep it from signalling
-        // its event, for which every reader of its arrays then waits for ever.
-        if (is_async) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        throw;
-      }
-    });
+    mx::cpu::get_command_encoder(stream).dispatch(
+        [this, launch, stream, is_async = outputs[0].event().valid()]() {
+          const mx::Stream* outer = std::exchange(running_on, &stream);
+          struct Restore {
+            const mx::Stream* outer;
+            ~Restore() { running_on = outer; }
+          } restore{outer};
+          try {
+            launch->Run(InterfaceOf(stream));
+          } catch (...) {
+            ++failures_;
+            // An error that is set while mx.async_eval still schedules may keep it from signalling
+            // its event, for which every reader of its arrays then waits for ever.
+            if (is_async) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            throw;
+          }
+        });
   }
 
   bool Ready(const mx::array& array) const override {

@@ -121,14 +121,12 @@ bool InPlace(const DLTensor& returned, const DLTensor& output) {
 class KernelLaunch::Scratch final : public AllocationHook {
  public:
   explicit Scratch(KernelLaunch* launch)
-      : AllocationHook(launch->stream_.device),
-        launch_(launch),
-        claims_(launch->tensors_.size()),
-        claimed_(launch->tensors_.size(), false) {}
+      : AllocationHook(launch->stream_.device), launch_(launch) {}
 
   DLManagedTensorVersioned* Allocate(mx::Shape shape, mx::Dtype dtype) override {
     mx::array array(std::move(shape), dtype, nullptr, {});
     if (launch_->call_->kernel->returns_outputs()) {
+      claims_.resize(launch_->tensors_.size());
       claimed_.resize(launch_->tensors_.size());
       for (size_t i = launch_->inputs_; i < claimed_.size(); ++i) {
         const Bound& output = launch_->tensors_[i];

@@ -240,9 +240,11 @@ std::vector<mx::array> Call(const std::shared_ptr<const Kernel>& kernel,
   // One allocation for both: those that live as long as the node are most of what a call costs.
   auto shared =
       std::make_shared<const Shared>(Shared{{kernel, std::move(attributes)}, std::move(outputs)});
+  std::shared_ptr<const std::vector<ShapeDtype>> specs(shared, &shared->outputs);
+  const KernelCall* call = &shared->call;
   return Apply(std::make_shared<KernelPrimitive>(
-                   ToStream(stream), std::shared_ptr<const KernelCall>(shared, &shared->call),
-                   std::shared_ptr<const std::vector<ShapeDtype>>(shared, &shared->outputs)),
+                   ToStream(stream), std::shared_ptr<const KernelCall>(std::move(shared), call),
+                   std::move(specs)),
                std::move(inputs));
 }
 
