@@ -58,11 +58,12 @@ def _to_function(fn: object, name: str) -> tvm_ffi.Function:
     if isinstance(fn, tvm_ffi.Function):
         return fn
     if callable(fn) and not isinstance(fn, (type, _core.Op)):
-        function: tvm_ffi.Function = tvm_ffi.convert(fn)
-        return function
+        function = tvm_ffi.convert(fn)  # of what tvm-ffi knows, like a Module, something else
+        if isinstance(function, tvm_ffi.Function):
+            return function
     text = (
         "fn: expected a tvm_ffi.Function or a Python function, "
-        f"got {type(fn).__name__}. Load the kernel first."
+        f"got {type(fn).__name__}. Load the kernel first, and take it by its name."
     )
     raise _fail(TypeError, name, text)
 

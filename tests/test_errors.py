@@ -392,8 +392,8 @@ def test_fn_is_no_function(fn):
         mtf.op(fn, outputs=VECTOR)
 
 
-def test_fn_is_a_class_or_an_op(add_one):
-    for fn in (dict, add_one):
+def test_fn_is_callable_but_no_function(add_one, kernels):
+    for fn in (dict, add_one, kernels):
         with raises(TypeError, "fn: expected a tvm_ffi.Function or a Python function"):
             mtf.op(fn, outputs=VECTOR)
 
