@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -54,9 +55,20 @@ def _fail(kind: type[Exception], name: str, text: str) -> Exception:
     return kind(f"[mlx_tvm_ffi.op {name}] {text}")
 
 
+def _runs_when_called(fn: Callable[..., Any]) -> bool:
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return not any(is_kind(f) for f in (fn, type(fn).__call__) for is_kind in kinds)
+
+
 def _to_function(fn: object, name: str) -> tvm_ffi.Function:
     if isinstance(fn, tvm_ffi.Function):
         return fn
+    if callable(fn) and not _runs_when_called(fn):
+        text = (
+            "fn: expected a function that runs when it is called, got one that makes a generator "
+            "or a coroutine. Use one without yield and async."
+        )
+        raise _fail(TypeError, name, text)
     if callable(fn) and not isinstance(fn, (type, _core.Op)):
         function = tvm_ffi.convert(fn)  # of what tvm-ffi knows, like a Module, something else
         if isinstance(function, tvm_ffi.Function):
@@ -78,7 +90,7 @@ def _name_of(fn: object) -> str:
 def _is_sequence_of(kind: type, items: object) -> bool:
     return (
         isinstance(items, Sequence)
-        and not isinstance(items, str)
+        and not isinstance(items, (str, bytes))
         and all(isinstance(item, kind) for item in items)
     )
 
@@ -106,6 +118,9 @@ def _to_flags(contiguous: bool | Sequence[bool], name: str) -> list[bool]:
             "Use True or False."
         )
         raise _fail(TypeError, name, text)
+    if not flags:
+        text = "contiguous: expected at least one bool, got none. Leave it out for True."
+        raise _fail(ValueError, name, text)
     return list(flags)
 
 
@@ -134,7 +149,7 @@ def _to_rule(rule: object, option: str, name: str) -> Rule | None:
     if isinstance(rule, _core.Op):
         backward = rule
 
-        def call_op(primals: Any, others: Any, outputs: Any, **attributes: Any) -> Any:
+        def call_op(primals: Any, others: Any, outputs: Any, /, **attributes: Any) -> Any:
             return backward(*primals, *_as_tuple(others), *_as_tuple(outputs), **attributes)
 
         return call_op
@@ -191,8 +206,9 @@ def op(
         Name in messages and in the graph, without spaces. By default the function's own, else
         ``"kernel"``.
     contiguous
-        Whether the kernel needs its inputs row-contiguous, for all or for each. What is not
-        row-contiguous is copied when the op is evaluated; False hands strides (elements) through.
+        Whether the kernel needs its inputs row-contiguous, for each, or for all where it is one.
+        What is not row-contiguous is copied when the op is evaluated; False hands strides
+        (elements) through.
     offsets
         Whether the kernel honours ``byte_offset``. False for kernels that take memory from the
         start of a buffer, as TVM's do on Metal: slices are copied.

@@ -201,6 +201,15 @@ def test_attributes_reach_the_rule(kernels):
         assert_close(gradient, mx.full((2, 5), 3.0))
 
 
+def test_attributes_of_any_name_reach_an_op_as_a_rule(kernels):
+    backward = mtf.op(
+        lambda _, dy, __, dx, *___: kernels.add_one(dy, dx), outputs=lambda x, *_, **__: x
+    )
+    op = mtf.op(lambda x, y, _: kernels.add_one(x, y), outputs=lambda x, **_: x, vjp=backward)
+    for name in ("primals", "others", "outputs", "attributes"):
+        assert mx.grad(lambda x, name=name: op(x, **{name: 3.0}).sum())(A).tolist() == [2, 2, 2]
+
+
 def test_an_op_as_forward_rule(kernels):
     tangent = mtf.op(lambda _, t, __, dy: kernels.multiply(t, t, dy), outputs=lambda x, *_: x)
     op = mtf.op(kernels.add_one, outputs=lambda x: x, jvp=tangent)

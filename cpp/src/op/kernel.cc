@@ -28,13 +28,15 @@ void CheckAlias(const Options& options, int output, const mx::Shape& shape, mx::
 
 namespace {
 
-// "args.3" -> 3 for the prefix "args."; nothing where the rest is not a number.
+// "args.3" -> 3 for the prefix "args."; nothing where the rest is not a number, or has a 0 in front:
+// each number has one name.
 std::optional<size_t> IndexAfter(const std::string& text, const std::string& prefix) {
   if (text.compare(0, prefix.size(), prefix) != 0) return std::nullopt;
   size_t index = 0;
   const char* end = text.data() + text.size();
   auto [rest, error] = std::from_chars(text.data() + prefix.size(), end, index);
   if (error != std::errc() || rest != end) return std::nullopt;
+  if (text.size() > prefix.size() + 1 && text[prefix.size()] == '0') return std::nullopt;
   return index;
 }
 
