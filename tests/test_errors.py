@@ -365,6 +365,35 @@ def test_an_error_of_the_callable_is_its_own(kernels):
         mtf.op(kernels.add_one, outputs=outputs)(X)
 
 
+class Failing(list):
+    """A sequence whose methods fail."""
+
+    def __init__(self, method) -> None:
+        super().__init__([1])
+        self.method = method
+
+    def __len__(self):
+        if self.method == "len":
+            raise KeyboardInterrupt("mine")
+        return super().__len__() - 2 * (self.method == "negative")
+
+    def __getitem__(self, i):
+        if self.method == "getitem":
+            raise KeyboardInterrupt("mine")
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("method", ["len", "getitem", "negative"])
+def test_an_error_of_a_sequence_is_its_own(kernels, method):
+    kind, text = (ValueError, "__len__") if method == "negative" else (KeyboardInterrupt, "mine")
+    with raises(kind, text):
+        mtf.op(kernels.add_one, outputs=Shaped(Failing(method)))
+    with raises(kind, text):
+        mtf.op(kernels.add_one, outputs=Failing(method))
+    with raises(kind, text):
+        mtf.op(kernels.record, outputs=VECTOR)(X, value=Failing(method))
+
+
 def test_an_output_larger_than_memory(kernels, add_one):
     shape = (1 << 20, 1 << 20, 1 << 10)
     op = mtf.op(kernels.copy_view, outputs=mtf.ShapeDtype(shape, mx.float32), name="huge")

@@ -286,6 +286,33 @@ def test_a_sequence_of_one_output_is_an_array(kernels):
     assert type(mtf.op(kernels.add_one, outputs=[VECTOR])(X)) is mx.array
 
 
+class OnDemand(list):
+    """Makes its items when they are asked for, and keeps none."""
+
+    def __getitem__(self, i):
+        return self.make(super().__getitem__(i))
+
+    def __init__(self, items, make) -> None:
+        super().__init__(items)
+        self.make = make
+
+
+def test_items_made_on_demand(kernels):
+    y = mtf.op(kernels.scale, outputs=mtf.ShapeDtype(mx.array([1000, 2]), mx.float32))
+    assert y(mx.ones((1000, 2)), factor=2.0).shape == (1000, 2)
+    y = mtf.op(kernels.scale, outputs=mtf.ShapeDtype(np.array([1000, 2]), mx.float32))
+    assert y(mx.ones((1000, 2)), factor=2.0).shape == (1000, 2)
+    specs = OnDemand(range(3), lambda i: mtf.ShapeDtype((1000 + i,), mx.float32))
+    assert [y.shape for y in mtf.op(kernels.add_one, outputs=specs)(X)] == [
+        (1000,),
+        (1001,),
+        (1002,),
+    ]
+    value = OnDemand(range(3), lambda i: [float(i), "x" * 100])
+    mx.eval(mtf.op(kernels.record, outputs=VECTOR)(X, value=value))
+    assert plain(kernels.recorded()) == [[[float(i), "x" * 100] for i in range(3)]]
+
+
 def test_a_callable_gets_arrays_and_attributes(kernels):
     seen = []
 

@@ -28,8 +28,8 @@ void CheckAlias(const Options& options, int output, const mx::Shape& shape, mx::
 
 namespace {
 
-// "args.3" -> 3 for the prefix "args."; nothing where the rest is not a number, or has a 0 in front:
-// each number has one name.
+// "args.3" -> 3 for the prefix "args."; nothing where the rest is not a number. Each has one name:
+// "args.03" is none.
 std::optional<size_t> IndexAfter(const std::string& text, const std::string& prefix) {
   if (text.compare(0, prefix.size(), prefix) != 0) return std::nullopt;
   size_t index = 0;

@@ -1,6 +1,5 @@
 #include "python/attributes.h"
 
-#include <pybind11/pybind11.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/dtype.h>
@@ -57,13 +56,25 @@ ffi::Any FromSequence(const std::string& op, const std::string& name, PyObject* 
     ~Leave() { Py_LeaveRecursiveCall(); }
   } leave;
   ffi::Array<ffi::Any> array;
-  for (py::handle item : py::reinterpret_borrow<py::sequence>(value)) {
+  for (py::handle item : ReadItems(value)) {
     array.push_back(ToAttribute(op, name, item.ptr()));
   }
   return array;
 }
 
 }  // namespace
+
+py::tuple ReadItems(py::handle sequence) {
+  Py_ssize_t size = PySequence_Size(sequence.ptr());
+  auto items = py::reinterpret_steal<py::tuple>(size < 0 ? nullptr : PyTuple_New(size));
+  if (!items) throw py::error_already_set();
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* item = PySequence_GetItem(sequence.ptr(), i);
+    if (item == nullptr) throw py::error_already_set();
+    PyTuple_SET_ITEM(items.ptr(), i, item);
+  }
+  return items;
+}
 
 ffi::Any ToAttribute(const std::string& op, const std::string& name, PyObject* value) {
   static py::handle dtype_type = TvmFfiType("dtype");

@@ -5,12 +5,18 @@
 #ifndef MLX_TVM_FFI_PYTHON_ATTRIBUTES_H_
 #define MLX_TVM_FFI_PYTHON_ATTRIBUTES_H_
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 #include <tvm/ffi/any.h>
 
 #include <string>
 
 namespace mlx_tvm_ffi {
+
+/*!
+ * \brief The items of a sequence of any kind, held: many make them only when they are asked.
+ * \throws What the sequence raises.
+ */
+pybind11::tuple ReadItems(pybind11::handle sequence);
 
 /*!
  * \brief A value that owns all it refers to. With Python's lock held.

@@ -14,6 +14,7 @@
 #include "array/py_array.h"
 #include "backend/reap.h"
 #include "op/evaluation.h"
+#include "python/attributes.h"
 
 namespace mlx_tvm_ffi {
 
@@ -57,7 +58,7 @@ ShapeDtype ReadSpec(const std::string& op, py::handle spec) {
   ShapeDtype result{{}, *dtype};
   constexpr size_t kMostBytes = size_t{1} << 62;
   size_t bytes = dtype->size();
-  for (py::handle dimension : py::reinterpret_borrow<py::sequence>(shape_object)) {
+  for (py::handle dimension : ReadItems(shape_object)) {
     result.shape.push_back(ReadDimension(op, dimension));
     size_t size = static_cast<size_t>(result.shape.back());
     if (size != 0 && bytes > kMostBytes / size) {
@@ -124,7 +125,7 @@ std::vector<std::optional<mx::array>> ReadArrays(const std::string& op, const ch
   py::tuple items =
       AsArray(result.ptr()) != nullptr || (result.is_none() && count == 1) ? py::make_tuple(result)
       : py::isinstance<py::sequence>(result)
-          ? py::tuple(py::reinterpret_borrow<py::sequence>(result))
+          ? ReadItems(result)
           : throw py::type_error(Where(op) + rule + ": expected a rule that returns arrays, got " +
                                  TypeName(result) + ". Return a tuple of arrays.");
   if (items.size() != count) {
@@ -236,7 +237,7 @@ std::vector<ShapeDtype> ReadOutputs(const std::string& op, py::handle outputs) {
   } else if (IsSpec(outputs)) {
     specs.push_back(ReadSpec(op, outputs));
   } else if (py::isinstance<py::sequence>(outputs) && !py::isinstance<py::str>(outputs)) {
-    for (py::handle spec : py::reinterpret_borrow<py::sequence>(outputs)) {
+    for (py::handle spec : ReadItems(outputs)) {
       if (!IsSpec(spec)) {
         throw py::type_error(Where(op) + "outputs: expected things with .shape and .dtype, got " +
                              TypeName(spec) + ". Use mlx_tvm_ffi.ShapeDtype.");
@@ -366,10 +367,11 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
   const std::vector<ShapeDtype>& specs = *outputs();
   py::object out_axes = result[py::int_(1)];
   if (!py::isinstance<py::sequence>(out_axes)) out_axes = py::make_tuple(out_axes);
-  if (py::len(out_axes) != specs.size()) {
+  py::tuple axes_of_outputs = ReadItems(out_axes);
+  if (axes_of_outputs.size() != specs.size()) {
     throw py::value_error(Where(name()) + "vmap: expected an axis for each of " +
                           std::to_string(specs.size()) + " outputs, got " +
-                          std::to_string(py::len(out_axes)) +
+                          std::to_string(axes_of_outputs.size()) +
                           ". Use None for one without a batch.");
   }
   int batch = 0;
@@ -381,7 +383,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
   std::vector<int> chosen;
   for (size_t i = 0; i < specs.size(); ++i) {
     mx::array array = mx::astype(*read[i], specs[i].dtype, stream());
-    py::object out_axis = out_axes[py::int_(i)];
+    py::object out_axis = axes_of_outputs[i];
     mx::Shape shape = specs[i].shape;
     int axis = 0;
     if (out_axis.is_none()) {  // MLX would take the last axis for the batch
