@@ -76,6 +76,40 @@ def test_same_name_other_code() -> None:
         np.testing.assert_array_equal(np.array(first(x, factor=2.0, shift=0)), np.array(x) * 2)
 
 
+def elementwise(name: str, source: str, **options: object) -> mtf.Op:
+    return mtf.metal.kernel(
+        name,
+        source,
+        outputs=lambda x: x,
+        buffers=["args.0", "rets.0"],
+        threadgroup=(32, 1, 1),
+        **{"grid": lambda x: (x.size, 1, 1), **options},
+    )
+
+
+def test_two_functions_of_one_source() -> None:
+    source = """#include <metal_stdlib>
+kernel void minus(const device float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                  uint i [[thread_position_in_grid]]) { y[i] = -x[i]; }
+kernel void twice(const device float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                  uint i [[thread_position_in_grid]]) { y[i] = 2 * x[i]; }
+"""
+    a = random(40)
+    for name, expected in (("minus", -a), ("twice", 2 * a)):
+        np.testing.assert_array_equal(np.array(elementwise(name, source)(mx.array(a))), expected)
+
+
+def test_same_code_is_compiled_once(sim: tvm_ffi.Module) -> None:
+    a = random(40)
+    sim.reset_counts()
+    for _ in range(3):
+        scale(SCALE + "// compiled once\n")(mx.array(a), factor=2.0, shift=0)
+        y = scale(SCALE + "// compiled once\n")(mx.array(a), factor=2.0, shift=0)
+        np.testing.assert_array_equal(np.array(y), a * 2)
+    messages = dict(sim.messages(False))
+    assert messages.get("newComputePipelineStateWithFunction:error:", 0) <= 1
+
+
 def test_dropped_in_flight(sim: tvm_ffi.Module) -> None:
     a = random(256)
     sim.hold(True)
@@ -156,6 +190,20 @@ def test_buffer_updated_in_place() -> None:
     np.testing.assert_array_equal(np.array(x), a)
 
 
+def test_nothing_to_launch() -> None:
+    increment = mtf.metal.kernel(
+        "increment",
+        INCREMENT,
+        outputs=lambda x: x,
+        buffers=["rets.0"],
+        aliases={0: 0},
+        grid=(4, 0, 1),
+        threadgroup=(32, 1, 1),
+    )
+    a = random(4)
+    np.testing.assert_array_equal(np.array(increment(mx.array(a))), a)
+
+
 SUM = """#include <metal_stdlib>
 using namespace metal;
 kernel void total(const device float* x [[buffer(0)]], device float* y [[buffer(1)]],
@@ -209,23 +257,25 @@ kernel void adjust(const device float* x [[buffer(0)]], device float* y [[buffer
     ],
 )
 def test_function_constants(constants: dict) -> None:
-    def adjust(constants: dict) -> mtf.Op:
-        return mtf.metal.kernel(
-            "adjust",
-            CONSTANTS,
-            outputs=lambda x: x,
-            buffers=["args.0", "rets.0"],
-            grid=lambda x: (x.size, 1, 1),
-            threadgroup=(32, 1, 1),
-            constants=constants,
-        )
-
     a = random(40)
-    np.testing.assert_array_equal(
-        np.array(adjust(constants)(mx.array(a))), -(a * np.float32(0.5) + 5)
-    )
-    other = adjust({0: 1, 1: False, 2: 2.0})
+    adjust = elementwise("adjust", CONSTANTS, constants=constants)
+    np.testing.assert_array_equal(np.array(adjust(mx.array(a))), -(a * np.float32(0.5) + 5))
+    other = elementwise("adjust", CONSTANTS, constants={0: 1, 1: False, 2: 2.0})
     np.testing.assert_array_equal(np.array(other(mx.array(a))), a * 2 + 1)
+
+
+def test_equal_values_of_other_function_constants() -> None:
+    source = """#include <metal_stdlib>
+using namespace metal;
+constant float factor [[function_constant(0)]];
+constant float offset [[function_constant(1)]];
+kernel void adjust(const device float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                   uint i [[thread_position_in_grid]]) { y[i] = x[i] * factor + offset; }
+"""
+    a = random(40)
+    for constants, expected in (({0: 2.0, 1: 5.0}, a * 2 + 5), ({1: 2.0, 0: 5.0}, a * 5 + 2)):
+        adjust = elementwise("adjust", source, constants=constants)
+        np.testing.assert_array_equal(np.array(adjust(mx.array(a))), expected)
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +303,9 @@ def test_damaged_metallib() -> None:
         mx.eval(scale(b"MTLB" + b"\0" * 100)(mx.ones(4), factor=1.0, shift=0))
 
 
-def test_module_from_payloads() -> None:
+@pytest.fixture
+def fill() -> mtf.Op:
+    """A kernel called as TVM calls its own."""
     source = """#include <metal_stdlib>
 using namespace metal;
 struct fill_args_t { float value[2]; int n[2]; };
@@ -272,10 +324,18 @@ kernel void fill(device float* x [[buffer(0)]], constant fill_args_t& arg [[buff
             }
         },
     )
-    fill = mtf.op(
+    return mtf.op(
         module.fill,
         outputs=mtf.ShapeDtype((50,), mx.float32),
         arg_spec=["rets", "attrs.value", "attrs.n", "attrs.blocks", "attrs.threads"],
     )
+
+
+def test_module_from_payloads(fill: mtf.Op) -> None:
     y = fill(value=2.5, n=50, blocks=2, threads=32)
     np.testing.assert_array_equal(np.array(y), np.full(50, 2.5))
+
+
+def test_module_launches_no_empty_grid(fill: mtf.Op) -> None:
+    # As TVM: a shape with a zero is launched as one with a one, and kernels check their bounds.
+    mx.eval(fill(value=2.5, n=0, blocks=0, threads=32))

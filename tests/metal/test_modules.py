@@ -147,6 +147,16 @@ def test_called_directly(tvm: tvm_ffi.Module) -> None:
     np.testing.assert_array_equal(np.array(z), a + 2 * b)
 
 
+def test_two_kernels_called_directly_in_a_scope(tvm: tvm_ffi.Module) -> None:
+    a = random(40, 32)
+    x, sums, c = mx.array(a), mx.zeros(40), mx.zeros((40, 32))
+    mx.eval(x, sums, c)
+    with mtf.stream():
+        tvm.center(x, sums, c)
+    np.testing.assert_array_equal(np.array(sums), a.sum(1))
+    np.testing.assert_allclose(np.array(c), a - a.mean(1, keepdims=True), rtol=1e-5, atol=1e-5)
+
+
 def test_wrong_argument_raises_and_all_goes_on(tvm: tvm_ffi.Module) -> None:
     add_scaled = mtf.op(tvm.add_scaled, outputs=like_first)
     x = mx.ones(64)
