@@ -73,8 +73,11 @@ def from_tilelang(
     return plan.to_op(vjp=vjp, jvp=jvp, vmap=vmap)
 
 
+_WHERE = "[mlx_tvm_ffi.metal.from_tilelang] "
+
+
 def _error(kind: type[Exception], text: str) -> Exception:
-    return kind(f"[mlx_tvm_ffi.metal.from_tilelang] {text}")
+    return kind(_WHERE + text)
 
 
 def _read(path: Path, inplace: Sequence[str] | None) -> _Plan:
@@ -92,12 +95,14 @@ def _read(path: Path, inplace: Sequence[str] | None) -> _Plan:
             )
             raise _error(ValueError, text)
         return _Plan(record)
-    except (LookupError, TypeError, AttributeError, RecursionError, UnicodeError) as error:
-        text = f"artifact: expected what save() wrote, got {str(path)!r}: {error!r:.100}."
-        raise _error(ValueError, text) from error
     except json.JSONDecodeError as error:
         text = f"artifact: expected JSON in {str(path)!r}, got: {error}. Save it again."
         raise _error(ValueError, text) from None
+    except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        if str(error).startswith(_WHERE):
+            raise
+        text = f"artifact: expected what save() wrote, got {str(path)!r}: {error!r:.100}."
+        raise _error(ValueError, text) from error
 
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
@@ -118,6 +123,8 @@ def _value(expression: Any, names: dict[str, Any]) -> int:
     if expression[0] == "name":
         return int(names[expression[1]])
     left, right = (_value(operand, names) for operand in expression[1:])
+    if right == 0 and expression[0] in ("//", "%"):
+        raise _error(ValueError, f"sizes: expected no division by 0, got {expression} of {names}.")
     return _OPERATORS[expression[0]](left, right)
 
 
@@ -168,7 +175,7 @@ class _Plan:
         self.inputs = [p for p in self.parameters if p.is_input]
         self.outputs = [p for p in self.parameters if p.is_output]
         self.scalars = {p.name for p in self.parameters if p.is_scalar}
-        self._kernels: dict[str, str] = record["kernels"]
+        self._kernels: dict[str, bytes] = {k: v.encode() for k, v in record["kernels"].items()}
         # Expressions that are computed for each set of shapes, and where the launches find them.
         self._values: list[Any] = []
         kernels = {name: i for i, name in enumerate(self._kernels)}
@@ -283,7 +290,7 @@ class _Plan:
                 *([True, tvm_ffi.dtype("handle")] for _ in hidden),
             ],
             # With fast math, as TVM's own runtime compiles what TVM generates.
-            [[name, "metal", code.encode(), True, [], []] for name, code in self._kernels.items()],
+            [[name, "metal", code, True, [], []] for name, code in self._kernels.items()],
             self._launches,
             tvm_ffi.convert(self._geometry),
         )

@@ -90,6 +90,9 @@ def changed(*path: Any, to: object) -> dict[str, Any]:
         (changed("launches", 0, "buffers", to=["A"] * 40), "at most 31"),
         (changed("launches", 0, "grid", to=[1]), "expected what save"),
         (changed("launches", 0, "scalars", 0, 1, to="float64"), "expected scalars of int32"),
+        (changed("kernels", "f_kernel", to=7), "expected what save"),
+        (changed("parameters", 0, "dtype", to="x"), "expected what save"),
+        (changed("parameters", 0, "shape", to=[N, ["*", N]]), "expected what save"),
         (changed("kernels", "f_kernel", to="\0"), "neither source text nor a compiled library"),
         *((changed(key, to=...), "expected what save") for key in PLAN if key != "format"),
     ],
@@ -97,6 +100,12 @@ def changed(*path: Any, to: object) -> dict[str, Any]:
 def test_damaged_file(tmp_path: Path, plan: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(tmp_path, plan)
+
+
+def test_division_by_zero(tmp_path: Path) -> None:
+    op = load(tmp_path, changed("parameters", 2, "shape", to=[["//", 8, N]]))
+    with pytest.raises(ValueError, match=r"sizes: expected no division by 0, got .*'n': 0"):
+        op(mx.zeros((0, 0)), alpha=1.0)
 
 
 def test_dtype_that_mlx_does_not_have(tmp_path: Path) -> None:

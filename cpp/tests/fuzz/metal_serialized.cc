@@ -1,7 +1,7 @@
 // Feeds damaged Metal modules to the parser: each must be refused with a ValueError or read
-// rightly. Built with sanitizers by `make fuzz`; a crash, a read out of bounds, a leak or a large
-// allocation ends it with an error. Each file named on the command line is a good module to start
-// from.
+// rightly. tests/test_metal_fuzz.py builds it with sanitizers; a crash, a read out of bounds, a
+// leak or a large allocation ends it with an error. Each file named on the command line is a good
+// module to start from.
 #include <tvm/ffi/error.h>
 
 #include <cstdio>
