@@ -22,6 +22,8 @@ import mlx_tvm_ffi as mtf
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from mlx_tvm_ffi._core import Op
+
 ROOT = Path(__file__).parents[1]
 DEVICE = os.environ.get("DEVICE", "cpu")
 
@@ -96,7 +98,7 @@ def kernels(library: Callable[[str], tvm_ffi.Module]) -> Iterator[tvm_ffi.Module
 
 
 @pytest.fixture
-def add_one(kernels: tvm_ffi.Module) -> mtf.Op:
+def add_one(kernels: tvm_ffi.Module) -> Op:
     """Give a kernel as an op."""
     return mtf.op(kernels.add_one, outputs=lambda x: x, name="add_one")
 
