@@ -182,7 +182,7 @@ def _read_metadata(variant: Path) -> dict[str, Any]:
         return {}
     try:
         metadata = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         metadata = error
     if not isinstance(metadata, dict):
         message = (
@@ -198,6 +198,13 @@ def _check_digest(variant: Path, metadata: dict[str, Any]) -> None:
     digest = metadata.get("digest")
     if digest is None:
         return
+    expected = digest.get("files") if isinstance(digest, dict) else None
+    if not isinstance(expected, dict):
+        message = (
+            f"[mlx_tvm_ffi.load_kernel] metadata.json: expected a digest with an algorithm and "
+            f"files, got {digest!r:.200} in {str(variant)!r}. Download the kernel again."
+        )
+        raise ValueError(message)
     algorithm = str(digest.get("algorithm")).lower()
     if algorithm not in ("sha256", "sha512"):
         message = (
@@ -205,7 +212,6 @@ def _check_digest(variant: Path, metadata: dict[str, Any]) -> None:
             f"got {algorithm!r}. Update mlx-tvm-ffi, or download the kernel again."
         )
         raise ValueError(message)
-    expected: dict[str, str] = dict(digest.get("files", {}))
     found = {
         file.relative_to(variant).as_posix(): base64.b64encode(
             hashlib.new(algorithm, file.read_bytes()).digest()

@@ -14,6 +14,7 @@ import pytest
 import tvm_ffi
 
 import mlx_tvm_ffi as mtf
+from mlx_tvm_ffi import _kernel_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,6 +103,43 @@ def test_noarch_variants(folder: Path, name: str) -> None:
     assert mtf.load_kernel(folder, name="negate")
 
 
+# As on a Mac, and where MLX has CUDA 13: which of the variants is taken.
+CUDA = ("cu130", "cu132", "cu126")
+
+
+@pytest.mark.parametrize(
+    ("backend", "names", "taken"),
+    [
+        ("metal", ["metal-aarch64-darwin", "cpu-aarch64-darwin"], "metal-aarch64-darwin"),
+        ("metal", ["cpu-aarch64-darwin", "metal-x86_64-darwin"], "cpu-aarch64-darwin"),
+        ("metal", ["metal", "universal", "cpu-aarch64-darwin"], "metal"),
+        ("cu", [f"{cuda}-x86_64-linux" for cuda in CUDA], "cu130-x86_64-linux"),
+        ("cu", ["cuda", "cu130-x86_64-linux"], "cu130-x86_64-linux"),
+        ("cu", ["cu126-x86_64-linux", "cpu-x86_64-linux", "cuda"], "cuda"),
+        ("cu", ["cu130-aarch64-linux", "cpu-x86_64-linux", "metal"], "cpu-x86_64-linux"),
+    ],
+)
+def test_variant_of_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, names: list[str], taken: str
+) -> None:
+    cpu, os = ("aarch64", "darwin") if backend == "metal" else ("x86_64", "linux")
+    system = _kernel_folder._System(cpu, os, 26, "01", (backend, "cpu"))
+    monkeypatch.setattr(_kernel_folder, "_system", lambda: system)
+    monkeypatch.setattr(_kernel_folder, "_cuda_major", lambda: 13)
+    for name in names:
+        (tmp_path / "build" / f"tvm-ffi{'01' if '-' in name else ''}-{name}").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=rf"one library .*-{taken}', got: nothing"):
+        mtf.load_kernel(tmp_path)
+
+
+def test_metal_variant_needs_macos_26(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = _kernel_folder._System("aarch64", "darwin", 15, "01", ("metal", "cpu"))
+    monkeypatch.setattr(_kernel_folder, "_system", lambda: system)
+    (tmp_path / "build" / "tvm-ffi01-metal-aarch64-darwin").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="aarch64-darwin needs macOS 26, not 15"):
+        mtf.load_kernel(tmp_path)
+
+
 def test_arch_variant_comes_before_noarch(folder: Path) -> None:
     (folder / "build" / "tvm-ffi-universal").mkdir()
     assert mtf.load_kernel(folder, name="negate")
@@ -131,10 +169,19 @@ def test_unknown_digest(folder: Path) -> None:
         mtf.load_kernel(folder)
 
 
-@pytest.mark.parametrize("metadata", ["{", "[]"])
-def test_damaged_metadata(folder: Path, metadata: str) -> None:
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ("{", "a JSON object"),
+        ("[]", "a JSON object"),
+        ("[" * 100_000, "a JSON object"),
+        ('{"digest": 5}', "a digest with an algorithm and files"),
+        ('{"digest": {"algorithm": "sha256", "files": 5}}', "a digest with an algorithm and files"),
+    ],
+)
+def test_damaged_metadata(folder: Path, metadata: str, expected: str) -> None:
     (folder / "build" / FITTING / "metadata.json").write_text(metadata)
-    with pytest.raises(ValueError, match=r"metadata.json: expected a JSON object"):
+    with pytest.raises(ValueError, match=f"metadata.json: expected {expected}"):
         mtf.load_kernel(folder)
 
 
