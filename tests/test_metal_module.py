@@ -95,6 +95,12 @@ def test_metallib() -> None:
     assert load(one("metallib", METALLIB)).implements_function("fill")
 
 
+def test_kernels_of_one_module_have_one_format() -> None:
+    payloads = {"a": SOURCE.encode(), "b": METALLIB}
+    with pytest.raises(ValueError, match="kernel 'b': expected format 'metal' as declared"):
+        load(serialize("metal", [function("a"), function("b")], payloads))
+
+
 @pytest.mark.skipif(mx.metal.is_available(), reason="Metal is there")
 def test_launch_without_metal_says_where_it_runs() -> None:
     with pytest.raises(RuntimeError, match=r"kernel 'fill': expected a Mac with Metal"):

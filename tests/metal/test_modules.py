@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,6 +167,23 @@ def test_wrong_argument_raises_and_all_goes_on(tvm: tvm_ffi.Module) -> None:
     np.testing.assert_array_equal(np.array(add_scaled(x, x, alpha=1.0)), np.full(64, 2.0))
 
 
+@pytest.fixture(scope="module")
+def gelu(tmp_path_factory: pytest.TempPathFactory) -> mtf.Op:
+    """The kernel of examples/tvm_kernel."""
+    library = tmp_path_factory.mktemp("gelu") / "gelu.so"
+    root = ARTIFACTS.parents[1]
+    command = [root / ".venv-tvm/bin/python", root / "examples/tvm_kernel/compile.py"]
+    subprocess.run([*command, "metal", library], check=True, timeout=120)
+    return mtf.op(mtf.load_module(library).gelu, outputs=like_first, offsets=False)
+
+
+def test_kernel_of_the_example(gelu: mtf.Op) -> None:
+    x = np.random.default_rng().normal(size=(3, 7, 50)).astype(np.float32)
+    expected = x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+    np.testing.assert_allclose(np.array(gelu(mx.array(x))), expected, atol=1e-5)
+    np.testing.assert_allclose(np.array(gelu(mx.array(x)[1:])), expected[1:], atol=1e-5)
+
+
 def tilelang(name: str) -> object:
     return mtf.metal.from_tilelang(ARTIFACTS / "tilelang" / f"{name}.json")
 
@@ -193,6 +212,21 @@ def test_tilelang_in_place() -> None:
     expected[4] = row
     np.testing.assert_array_equal(np.array(y), expected)
     np.testing.assert_array_equal(np.array(cache), a)
+
+
+def test_tilelang_in_place_takes_the_memory_that_is_donated(sim: tvm_ffi.Module) -> None:
+    update = tilelang("update_cache")
+    a, row = random(10, 64), random(64)
+    cache, new = mx.array(a), mx.array(row)
+    mx.eval(cache, new)
+    counts = []
+    for given in (lambda: cache + 1.0, lambda: cache):
+        sim.reset_counts()
+        y = update(given(), new, position=4)
+        mx.eval(y)
+        counts.append(dict(sim.counts())["dispatches"])
+    assert counts == [2, 2]  # the sum or a copy, and the kernel
+    np.testing.assert_array_equal(np.array(y)[4], row)
 
 
 def test_tilelang_slices_are_copied() -> None:
