@@ -186,6 +186,26 @@ def test_shapeless_with_several_outputs(kernels):
         assert difference.tolist() == [2] * n
 
 
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        (lambda x: [x] * x.shape[0], r"2 outputs \(float32, float32\), as .* got {} outputs? \("),
+        (
+            lambda x: mtf.ShapeDtype(x.shape, mx.float32 if x.shape[0] == 2 else mx.int32),
+            r"1 output \(float32\), as .* got 1 output \(int32\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("then", [1, 5])
+def test_shapeless_with_other_outputs(outputs, text, then):
+    op = mtf.op(lambda *_: None, outputs=outputs, name="split")
+    compiled = mx.compile(lambda x: op(x), shapeless=True)
+    compiled(mx.ones((2, 3)))
+    text = r"\[mlx_tvm_ffi\.op split\] outputs: expected " + text.format(then)
+    with pytest.raises(ValueError, match=text):
+        compiled(mx.ones((then, 3)))
+
+
 def test_compiled_on_several_threads(kernels):
     op = mtf.op(kernels.add_one, outputs=like)
 

@@ -145,6 +145,15 @@ std::vector<std::optional<mx::array>> ReadArrays(const std::string& op, const ch
   return arrays;
 }
 
+// As "2 outputs (float32, int32)".
+std::string Dtypes(const std::vector<ShapeDtype>& specs) {
+  std::ostringstream text;
+  text << specs.size() << (specs.size() == 1 ? " output (" : " outputs (");
+  for (size_t i = 0; i < specs.size(); ++i) text << (i == 0 ? "" : ", ") << specs[i].dtype;
+  text << ")";
+  return text.str();
+}
+
 std::string Describe(const mx::Shape& shape, mx::Dtype dtype) {
   std::ostringstream text;
   text << dtype << shape;
@@ -414,8 +423,16 @@ std::vector<mx::Shape> PyPrimitive::output_shapes(const std::vector<mx::array>& 
   }
   py::object result =
       rules_->outputs.get()(*ToTuple(batches_ == 0 ? inputs : elements), **Keywords(keywords_));
+  std::vector<ShapeDtype> specs = ReadOutputs(name(), result);
+  std::string now = Dtypes(specs), traced = Dtypes(*outputs());
+  if (now != traced) {  // MLX relies on it
+    throw std::invalid_argument(
+        Where(name()) + "outputs: expected " + traced +
+        ", as when mx.compile traced the call, for inputs of other shapes too, got " + now +
+        ". Compile without shapeless=True.");
+  }
   std::vector<mx::Shape> shapes;
-  for (const ShapeDtype& spec : ReadOutputs(name(), result)) {
+  for (const ShapeDtype& spec : specs) {
     shapes.push_back(batch);
     shapes.back().insert(shapes.back().end(), spec.shape.begin(), spec.shape.end());
   }
