@@ -107,6 +107,9 @@ def _to_arg_spec(arg_spec: Sequence[str] | None, name: str) -> list[str]:
     if not arg_spec:
         text = 'arg_spec: expected at least one name, got none. Leave it out for ["args", "rets"].'
         raise _fail(ValueError, name, text)
+    if not all(part.isprintable() for part in arg_spec):
+        text = f"arg_spec: expected names that can be printed, got {arg_spec!r}. Correct the name."
+        raise _fail(ValueError, name, text)
     return list(arg_spec)
 
 
@@ -254,12 +257,17 @@ def op(
     >>> scale = mtf.op(kernels.scale, outputs=lambda x, **_: x)  # doctest: +SKIP
     >>> y = scale(mx.ones(4), factor=2.0)  # doctest: +SKIP
     """
-    label = name if isinstance(name, str) else _name_of(fn)
-    function = _to_function(fn, label)
     if name is not None and not isinstance(name, str):
         got = type(name).__name__
         text = f"name: expected a string, got {got}. Leave it out for the function's own."
-        raise _fail(TypeError, label, text)
+        raise _fail(TypeError, _name_of(fn), text)
+    if name is not None and not name.isprintable():
+        text = (
+            f"name: expected a name without spaces, got {name!r}. Use letters, digits, '_' and '.'."
+        )
+        raise _fail(ValueError, _name_of(fn), text)
+    label = _name_of(fn) if name is None else name
+    function = _to_function(fn, label)
     for option, flag in (("offsets", offsets), ("pure", pure), ("capture", capture)):
         if not isinstance(flag, bool):
             text = f"{option}: expected a bool, got {type(flag).__name__}. Use True or False."

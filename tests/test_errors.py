@@ -332,6 +332,7 @@ BAD_OUTPUTS = {
     "too large a dimension": (Shaped((1 << 31,)), ValueError, ["got 2147483648"]),
     "beyond 64 bits": (Shaped((1 << 70,)), ValueError, ["got 1180591620717411303424"]),
     "too large together": (Shaped((1 << 30,) * 3), ValueError, [r"less than 2\^62 bytes"]),
+    "of 5000 digits": (Shaped((10**5000,)), ValueError, [r"from 0 to 2\^31 - 1, got int"]),
     "a shape of floats": (Shaped((2.5,)), TypeError, ["dimensions that are integers, got float"]),
     "a shape that is a number": (Shaped(3), TypeError, ["a shape that is a sequence", "got int"]),
     "a shape that is a string": (Shaped("3"), TypeError, ["a shape that is a sequence"]),
@@ -392,6 +393,51 @@ def test_an_error_of_a_sequence_is_its_own(kernels, method):
         mtf.op(kernels.add_one, outputs=Failing(method))
     with raises(kind, text):
         mtf.op(kernels.record, outputs=VECTOR)(X, value=Failing(method))
+
+
+class Interrupted:
+    """Whose methods and properties are interrupted."""
+
+    dtype = mx.float32
+
+    def __index__(self):
+        raise KeyboardInterrupt("mine")
+
+    @property
+    def shape(self):
+        raise KeyboardInterrupt("mine")
+
+
+def test_an_error_of_what_is_read_is_its_own(kernels):
+    for outputs in (Interrupted(), [Interrupted()], Shaped((Interrupted(),))):
+        with raises(KeyboardInterrupt, "mine"):
+            mtf.op(kernels.add_one, outputs=outputs)
+    with raises(KeyboardInterrupt, "mine"):
+        mtf.op(kernels.record, outputs=VECTOR)(X, value=Interrupted())
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt("mine")
+
+
+INTERRUPTED = {
+    "vjp": (mx.grad, {"vjp": interrupt}),
+    "gradients": (mx.grad, {"vjp": lambda *_: Failing("len")}),
+    "vmap": (mx.vmap, {"vmap": interrupt}),
+    "axis": (mx.vmap, {"vmap": lambda inputs, _: (inputs[0], Interrupted())}),
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interrupt_of_a_rule_comes_back(kernels, name):
+    # MLX makes a RuntimeError of it, which whoever catches it must not take for its end.
+    transform, rule = INTERRUPTED[name]
+    op = mtf.op(kernels.add_one, outputs=lambda x: x, name="op", **rule)
+    with raises(KeyboardInterrupt):
+        with raises(RuntimeError, rf"op op\] {next(iter(rule))}: KeyboardInterrupt: mine"):
+            transform(lambda x: op(x).sum())(mx.ones((2, 2)))
+        for _ in range(100):  # where Python looks for signals
+            pass
 
 
 def test_an_output_larger_than_memory(kernels, add_one):
@@ -460,6 +506,7 @@ BAD_SPECS = {
     "no attribute's name": (["attrs.", "args", "rets"], ValueError, ['got "attrs."']),
     "attrs alone": (["attrs", "args", "rets"], ValueError, ['got "attrs"']),
     "another ctx": (["ctx.device", "args", "rets"], ValueError, ['got "ctx.device"']),
+    "no Unicode": (["args", "attrs.\ud800", "rets"], ValueError, ["that can be printed", "ud800"]),
     "twice": (["args", "rets", "args"], ValueError, ['each name once, got "args" twice']),
     "attribute twice": (["attrs.a", "attrs.a"], ValueError, ['got "attrs.a" twice']),
     "empty": ([], ValueError, ["at least one name, got none"]),
@@ -476,7 +523,7 @@ def test_a_bad_arg_spec(kernels, name):
         mtf.op(kernels.add_one, outputs=VECTOR, arg_spec=spec, name="add_one")
 
 
-@pytest.mark.parametrize("name", ["", "two words", "tab\tbed", "line\n", "nul\0"])
+@pytest.mark.parametrize("name", ["", "two words", "tab\tbed", "line\n", "nul\0", "\ud800"])
 def test_a_bad_name(kernels, name):
     with raises(ValueError, "name: expected a name"):
         mtf.op(kernels.add_one, outputs=VECTOR, name=name)
@@ -543,12 +590,16 @@ def test_an_integer_beyond_64_bits(kernels):
     for value in (1 << 63, -(1 << 63) - 1, 1 << 200):
         with raises(ValueError, rf"value: expected an integer that fits 64 bits, got {value}"):
             op(X, value=value)
+    with raises(ValueError, "value: expected an integer that fits 64 bits, got int"):
+        op(X, value=10**5000)
 
 
 def test_a_string_that_is_no_unicode(kernels):
     op = mtf.op(kernels.record, outputs=VECTOR, name="record")
     with raises(UnicodeEncodeError, "surrogates"):
         op(X, value="\ud800")
+    with raises(UnicodeEncodeError, "surrogates"):
+        op(X, **{"\ud800": 1})
 
 
 def test_a_sequence_that_contains_itself(kernels):

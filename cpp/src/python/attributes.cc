@@ -44,8 +44,7 @@ ffi::Any FromInteger(const std::string& op, const std::string& name, PyObject* v
   long long result = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
   if (overflow != 0) {
     throw py::value_error(Where(op, name) + "expected an integer that fits 64 bits, got " +
-                          py::str(number).cast<std::string>() +
-                          ". Pass it as a string or an array.");
+                          ToText(number) + ". Pass it as a string or an array.");
   }
   return static_cast<int64_t>(result);
 }
@@ -63,6 +62,21 @@ ffi::Any FromSequence(const std::string& op, const std::string& name, PyObject* 
 }
 
 }  // namespace
+
+Py_ssize_t ReadIndex(py::handle integer) {
+  Py_ssize_t value = PyNumber_AsSsize_t(integer.ptr(), nullptr);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return value;
+}
+
+std::string ToText(py::handle object) {
+  try {
+    return py::str(object).cast<std::string>();
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;
+    return Py_TYPE(object.ptr())->tp_name;  // as for an integer of 5000 digits
+  }
+}
 
 py::tuple ReadItems(py::handle sequence) {
   Py_ssize_t size = PySequence_Size(sequence.ptr());

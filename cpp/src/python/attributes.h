@@ -18,6 +18,13 @@ namespace mlx_tvm_ffi {
  */
 pybind11::tuple ReadItems(pybind11::handle sequence);
 
+/*! \brief What an integer of any type is, the nearest that fits where it is beyond 64 bits.
+ * \throws What its __index__ raises. */
+Py_ssize_t ReadIndex(pybind11::handle integer);
+
+/*! \brief An object's text, for messages; its type's name where that fails. */
+std::string ToText(pybind11::handle object);
+
 /*!
  * \brief A value that owns all it refers to. With Python's lock held.
  * \throws TypeError for a type that is not carried, ValueError for an integer out of range; both

@@ -78,7 +78,10 @@ ParsedCall ParseCall(const OpState& state, PyObject* const* args, size_t count, 
       call.stream = *stream;
       continue;
     }
-    std::string key = py::handle(name).cast<std::string>();
+    Py_ssize_t size = 0;
+    const char* utf8 = PyUnicode_AsUTF8AndSize(name, &size);
+    if (utf8 == nullptr) throw py::error_already_set();
+    std::string key(utf8, static_cast<size_t>(size));
     call.attributes.emplace_back(key, ToAttribute(state.kernel->options().name, key, value));
     if (state.rules != nullptr) {
       if (!call.keywords) call.keywords = py::dict();

@@ -31,24 +31,33 @@ int32_t ReadDimension(const std::string& op, py::handle dimension) {
     throw py::type_error(Where(op) + "outputs: expected dimensions that are integers, got " +
                          TypeName(dimension) + ". Use int().");
   }
-  Py_ssize_t value = PyNumber_AsSsize_t(dimension.ptr(), nullptr);
+  Py_ssize_t value = ReadIndex(dimension);
   if (value < 0 || value > std::numeric_limits<int32_t>::max()) {
     throw py::value_error(Where(op) + "outputs: expected dimensions from 0 to 2^31 - 1, got " +
-                          py::str(dimension).cast<std::string>() + ". Correct the shape.");
+                          ToText(dimension) + ". Correct the shape.");
   }
   return static_cast<int32_t>(value);
 }
 
-bool IsSpec(py::handle object) {
-  return py::hasattr(object, "shape") && py::hasattr(object, "dtype");
+// Null where there is none. What a property raises is passed on.
+py::object Attribute(py::handle object, const char* name) {
+  PyObject* value = PyObject_GetAttrString(object.ptr(), name);
+  if (value == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw py::error_already_set();
+    PyErr_Clear();
+  }
+  return py::reinterpret_steal<py::object>(value);
 }
 
-ShapeDtype ReadSpec(const std::string& op, py::handle spec) {
-  py::object shape_object = spec.attr("shape");
-  std::optional<mx::Dtype> dtype = AsDtype(py::object(spec.attr("dtype")).ptr());
+// Nothing where `spec` is none.
+std::optional<ShapeDtype> ReadSpec(const std::string& op, py::handle spec) {
+  py::object shape_object = Attribute(spec, "shape");
+  py::object dtype_object = shape_object ? Attribute(spec, "dtype") : py::object();
+  if (!dtype_object) return std::nullopt;
+  std::optional<mx::Dtype> dtype = AsDtype(dtype_object.ptr());
   if (!dtype.has_value()) {
     throw py::type_error(Where(op) + "outputs: expected a dtype of mlx.core, got " +
-                         TypeName(spec.attr("dtype")) + ". Use one like mx.float32.");
+                         TypeName(dtype_object) + ". Use one like mx.float32.");
   }
   if (!py::isinstance<py::sequence>(shape_object) || py::isinstance<py::str>(shape_object)) {
     throw py::type_error(Where(op) +
@@ -63,7 +72,7 @@ ShapeDtype ReadSpec(const std::string& op, py::handle spec) {
     size_t size = static_cast<size_t>(result.shape.back());
     if (size != 0 && bytes > kMostBytes / size) {
       throw py::value_error(Where(op) + "outputs: expected less than 2^62 bytes, got shape " +
-                            py::str(shape_object).cast<std::string>() + ". Correct the shape.");
+                            ToText(shape_object) + ". Correct the shape.");
     }
     bytes *= size;
   }
@@ -107,15 +116,25 @@ py::dict Keywords(const std::shared_ptr<const HeldObject>& keywords) {
   return keywords == nullptr ? py::dict() : py::reinterpret_borrow<py::dict>(keywords->get());
 }
 
-// Calls a rule. MLX makes every exception of a transformation a RuntimeError with its text.
+// Runs Python code of a rule. MLX makes every exception of a transformation a RuntimeError with its
+// text; an interrupt is raised once more after that, so that it ends the program all the same.
+template <typename Run>
+auto InRule(const std::string& op, const char* name, Run run) {
+  try {
+    return run();
+  } catch (const py::error_already_set& error) {
+    std::string text = Where(op) + name + ": " + error.what();
+    if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+    throw std::runtime_error(text);
+  }
+}
+
 template <typename... Arguments>
 py::object CallRule(const std::string& op, const char* name, const HeldObject& rule,
                     const std::shared_ptr<const HeldObject>& keywords, Arguments&&... arguments) {
-  try {
+  return InRule(op, name, [&]() -> py::object {
     return rule.get()(std::forward<Arguments>(arguments)..., **Keywords(keywords));
-  } catch (const py::error_already_set& error) {
-    throw std::runtime_error(Where(op) + name + ": " + error.what());
-  }
+  });
 }
 
 // The arrays a rule returned: one, or a sequence; `count` of them. None where `optional` gives
@@ -125,7 +144,7 @@ std::vector<std::optional<mx::array>> ReadArrays(const std::string& op, const ch
   py::tuple items =
       AsArray(result.ptr()) != nullptr || (result.is_none() && count == 1) ? py::make_tuple(result)
       : py::isinstance<py::sequence>(result)
-          ? ReadItems(result)
+          ? InRule(op, rule, [&] { return ReadItems(result); })
           : throw py::type_error(Where(op) + rule + ": expected a rule that returns arrays, got " +
                                  TypeName(result) + ". Return a tuple of arrays.");
   if (items.size() != count) {
@@ -197,7 +216,7 @@ std::vector<mx::array> Take(const std::vector<mx::array>& all, size_t from, size
 
 int ReadAxis(const std::string& op, py::handle axis, int ndim) {
   Py_ssize_t value = PyIndex_Check(axis.ptr()) != 0
-                         ? PyNumber_AsSsize_t(axis.ptr(), nullptr)
+                         ? InRule(op, "vmap", [&] { return ReadIndex(axis); })
                          : throw py::type_error(Where(op) +
                                                 "vmap: expected an axis that is an "
                                                 "integer or None, got " +
@@ -243,15 +262,16 @@ std::vector<ShapeDtype> ReadOutputs(const std::string& op, py::handle outputs) {
   if (mx::array* like =
           AsArray(outputs.ptr())) {  // as with outputs=lambda x: x, without a detour by Python
     specs.push_back({like->shape(), like->dtype()});
-  } else if (IsSpec(outputs)) {
-    specs.push_back(ReadSpec(op, outputs));
+  } else if (std::optional<ShapeDtype> only = ReadSpec(op, outputs)) {
+    specs.push_back(*std::move(only));
   } else if (py::isinstance<py::sequence>(outputs) && !py::isinstance<py::str>(outputs)) {
-    for (py::handle spec : ReadItems(outputs)) {
-      if (!IsSpec(spec)) {
+    for (py::handle item : ReadItems(outputs)) {
+      std::optional<ShapeDtype> spec = ReadSpec(op, item);
+      if (!spec.has_value()) {
         throw py::type_error(Where(op) + "outputs: expected things with .shape and .dtype, got " +
-                             TypeName(spec) + ". Use mlx_tvm_ffi.ShapeDtype.");
+                             TypeName(item) + ". Use mlx_tvm_ffi.ShapeDtype.");
       }
-      specs.push_back(ReadSpec(op, spec));
+      specs.push_back(*std::move(spec));
     }
     if (specs.empty()) {
       throw py::value_error(
@@ -376,7 +396,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
   const std::vector<ShapeDtype>& specs = *outputs();
   py::object out_axes = result[py::int_(1)];
   if (!py::isinstance<py::sequence>(out_axes)) out_axes = py::make_tuple(out_axes);
-  py::tuple axes_of_outputs = ReadItems(out_axes);
+  py::tuple axes_of_outputs = InRule(name(), "vmap", [&] { return ReadItems(out_axes); });
   if (axes_of_outputs.size() != specs.size()) {
     throw py::value_error(Where(name()) + "vmap: expected an axis for each of " +
                           std::to_string(specs.size()) + " outputs, got " +
@@ -421,9 +441,10 @@ std::vector<mx::Shape> PyPrimitive::output_shapes(const std::vector<mx::array>& 
     elements.emplace_back(mx::Shape(first, input.shape().end()), input.dtype(), nullptr,
                           std::vector<mx::array>{});
   }
-  py::object result =
-      rules_->outputs.get()(*ToTuple(batches_ == 0 ? inputs : elements), **Keywords(keywords_));
-  std::vector<ShapeDtype> specs = ReadOutputs(name(), result);
+  std::vector<ShapeDtype> specs = InRule(name(), "outputs", [&] {
+    py::tuple arrays = ToTuple(batches_ == 0 ? inputs : elements);
+    return ReadOutputs(name(), rules_->outputs.get()(*arrays, **Keywords(keywords_)));
+  });
   std::string now = Dtypes(specs), traced = Dtypes(*outputs());
   if (now != traced) {  // MLX relies on it
     throw std::invalid_argument(
