@@ -185,6 +185,8 @@ def op(
     ``op(fn, outputs=...)`` gives a callable ``(*arrays, stream=None, **attributes)`` that returns
     lazy arrays: one array for one output, a tuple for several. It may be called on any thread,
     and takes part in ``mx.eval``, ``mx.compile`` and, with rules, ``mx.grad`` and ``mx.vmap``.
+    Attributes are what they were at the call, for the kernel and for every rule; to rules lists
+    are tuples.
 
     Parameters
     ----------

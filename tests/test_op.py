@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -242,6 +243,49 @@ def test_attributes_are_taken_when_the_op_is_called(kernels):
     value.append(3)
     mx.eval(y)
     assert plain(kernels.recorded()) == [[1, 2]]
+
+
+class Counter:
+    """An integer that is another one each time."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def __index__(self):
+        self.value += 1
+        return self.value
+
+
+class Size(NamedTuple):
+    rows: int
+    names: list
+
+
+def test_rules_see_the_attributes_that_the_kernel_sees(kernels):
+    seen = []
+
+    def outputs(x, **attributes):
+        seen.append(attributes)
+        return x
+
+    def vjp(primals, cotangent, _, **attributes):
+        seen.append(attributes)
+        return (cotangent,)
+
+    op = mtf.op(lambda x, y, *_: kernels.add_one(x, y), outputs=outputs, vjp=vjp)
+    nested = [1, [2]]
+    size = Size(1, ["a"])
+
+    def function(x):
+        y = op(x, nested=nested, counter=Counter(), size=size, named=Size(2, ()))
+        nested[1].append(3)
+        nested.append(4)
+        return y.sum()
+
+    mx.grad(function)(X)
+    expected = {"nested": (1, (2,)), "counter": 1, "size": (1, ("a",)), "named": Size(2, ())}
+    assert seen == [expected, expected]
+    assert seen[0]["named"].rows == 2
 
 
 # --- Outputs.

@@ -33,12 +33,12 @@ py::handle TvmFfiType(const char* name) {
       (is_array ? ". Pass arrays as positional inputs." : ". Convert it first."));
 }
 
-ffi::Any FromInteger(const std::string& op, const std::string& name, PyObject* value) {
-  py::object number = py::reinterpret_steal<py::object>(PyNumber_Index(value));
+ffi::Any FromInteger(const std::string& op, const std::string& name, py::object* value) {
+  py::object number = py::reinterpret_steal<py::object>(PyNumber_Index(value->ptr()));
   if (!number) {
     if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw py::error_already_set();
     PyErr_Clear();  // an array of NumPy, for one
-    ThrowNotCarried(op, name, value);
+    ThrowNotCarried(op, name, value->ptr());
   }
   int overflow = 0;
   long long result = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
@@ -46,18 +46,26 @@ ffi::Any FromInteger(const std::string& op, const std::string& name, PyObject* v
     throw py::value_error(Where(op, name) + "expected an integer that fits 64 bits, got " +
                           ToText(number) + ". Pass it as a string or an array.");
   }
+  if (PyLong_Check(value->ptr()) == 0) *value = std::move(number);
   return static_cast<int64_t>(result);
 }
 
-ffi::Any FromSequence(const std::string& op, const std::string& name, PyObject* value) {
+ffi::Any FromSequence(const std::string& op, const std::string& name, py::object* value) {
   if (Py_EnterRecursiveCall(" in an attribute") != 0) throw py::error_already_set();
   struct Leave {
     ~Leave() { Py_LeaveRecursiveCall(); }
   } leave;
+  py::tuple items = ReadItems(*value);
+  bool is_fixed = PyTuple_Check(value->ptr()) != 0;  // which may have names for its items
   ffi::Array<ffi::Any> array;
-  for (py::handle item : ReadItems(value)) {
-    array.push_back(ToAttribute(op, name, item.ptr()));
+  for (size_t i = 0; i < items.size(); ++i) {
+    py::object item = items[i];
+    array.push_back(ToAttribute(op, name, &item));
+    if (item.is(items[i])) continue;
+    items[i] = std::move(item);
+    is_fixed = false;
   }
+  if (!is_fixed) *value = std::move(items);
   return array;
 }
 
@@ -90,13 +98,14 @@ py::tuple ReadItems(py::handle sequence) {
   return items;
 }
 
-ffi::Any ToAttribute(const std::string& op, const std::string& name, PyObject* value) {
+ffi::Any ToAttribute(const std::string& op, const std::string& name, py::object* kept) {
+  PyObject* value = kept->ptr();
   static py::handle dtype_type = TvmFfiType("dtype");
   static py::handle device_type = TvmFfiType("Device");
   if (value == Py_None) return nullptr;
   if (PyBool_Check(value)) return value == Py_True;
   if (PyFloat_Check(value)) return PyFloat_AS_DOUBLE(value);
-  if (PyIndex_Check(value) && AsArray(value) == nullptr) return FromInteger(op, name, value);
+  if (PyIndex_Check(value) && AsArray(value) == nullptr) return FromInteger(op, name, kept);
   if (py::isinstance(value, dtype_type)) {  // before str, which it derives from
     return ffi::StringToDLDataType(py::str(py::handle(value)).cast<std::string>());
   }
@@ -109,7 +118,7 @@ ffi::Any ToAttribute(const std::string& op, const std::string& name, PyObject* v
   if (PyBytes_Check(value)) {
     return ffi::Bytes(PyBytes_AS_STRING(value), static_cast<size_t>(PyBytes_GET_SIZE(value)));
   }
-  if (PyTuple_Check(value) || PyList_Check(value)) return FromSequence(op, name, value);
+  if (PyTuple_Check(value) || PyList_Check(value)) return FromSequence(op, name, kept);
   if (auto dtype = AsDtype(value)) return ToDLPack(*dtype);
   if (auto device = AsDevice(value)) return GetBackend(*device).ToDLDevice(*device);
   if (py::isinstance(value, device_type)) {

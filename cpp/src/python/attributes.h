@@ -27,10 +27,12 @@ std::string ToText(pybind11::handle object);
 
 /*!
  * \brief A value that owns all it refers to. With Python's lock held.
+ * \param kept The value; replaced by what will not change either: a tuple of a list, an int of an
+ * integer of another type.
  * \throws TypeError for a type that is not carried, ValueError for an integer out of range; both
  * name `op` and `name`.
  */
-tvm::ffi::Any ToAttribute(const std::string& op, const std::string& name, PyObject* value);
+tvm::ffi::Any ToAttribute(const std::string& op, const std::string& name, pybind11::object* kept);
 
 }  // namespace mlx_tvm_ffi
 

@@ -48,7 +48,7 @@ struct ParsedCall {
   std::vector<mx::array> inputs;
   mx::StreamOrDevice stream = {};
   Attributes attributes;
-  py::object keywords;  // a dict of the attributes, where a rule will want it
+  py::object keywords;  // a dict of what the attributes were, where a rule will want it
 };
 
 ParsedCall ParseCall(const OpState& state, PyObject* const* args, size_t count, PyObject* names) {
@@ -67,13 +67,13 @@ ParsedCall ParseCall(const OpState& state, PyObject* const* args, size_t count, 
   Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
   for (Py_ssize_t i = 0; i < named; ++i) {
     PyObject* name = PyTuple_GET_ITEM(names, i);
-    PyObject* value = args[count + static_cast<size_t>(i)];
+    auto value = py::reinterpret_borrow<py::object>(args[count + static_cast<size_t>(i)]);
     if (name == stream_name || PyUnicode_Compare(name, stream_name) == 0) {
-      std::optional<mx::StreamOrDevice> stream = AsStreamOrDevice(value);
+      std::optional<mx::StreamOrDevice> stream = AsStreamOrDevice(value.ptr());
       if (!stream.has_value()) {
         throw py::type_error(Where(state) +
                              "stream: expected an mlx.core.Stream, a device or None, got " +
-                             Py_TYPE(value)->tp_name + ". Open a scope for other streams.");
+                             Py_TYPE(value.ptr())->tp_name + ". Open a scope for other streams.");
       }
       call.stream = *stream;
       continue;
@@ -82,10 +82,10 @@ ParsedCall ParseCall(const OpState& state, PyObject* const* args, size_t count, 
     const char* utf8 = PyUnicode_AsUTF8AndSize(name, &size);
     if (utf8 == nullptr) throw py::error_already_set();
     std::string key(utf8, static_cast<size_t>(size));
-    call.attributes.emplace_back(key, ToAttribute(state.kernel->options().name, key, value));
+    call.attributes.emplace_back(key, ToAttribute(state.kernel->options().name, key, &value));
     if (state.rules != nullptr) {
       if (!call.keywords) call.keywords = py::dict();
-      call.keywords[py::handle(name)] = py::handle(value);
+      call.keywords[py::handle(name)] = value;
     }
   }
   return call;
