@@ -126,3 +126,27 @@ def test_siblings_that_are_never_evaluated_leave_nothing_behind(kernels, kind):
     for _ in range(1000):
         run()
     assert mx.get_active_memory() == before
+
+
+def test_threads_that_only_drop_tensors(run_python):
+    code = """
+import threading
+import resource
+import mlx.core as mx, tvm_ffi
+import mlx_tvm_ffi
+x = mx.ones(4)
+tensors = []
+keep = tvm_ffi.convert(lambda tensor: tensors.append(tensor))
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def rounds(n):
+    for _ in range(n):
+        for _ in range(100): keep(x)
+        thread = threading.Thread(target=tensors.clear)
+        thread.start(); thread.join()
+rounds(50)
+before = peak()
+rounds(300)
+print(peak() - before)
+"""
+    assert float(run_python(code).stdout) < 4  # MB; 16 where each thread takes its records along

@@ -91,6 +91,50 @@ def test_save_which_waits_with_pythons_lock(run_python, evaluate):
     run_python(f"{START}{evaluate}\n{code}", limit=60)
 
 
+# A kernel runs on its stream's thread, with its stream as scope: what it makes must not go there.
+INSIDE = {
+    "an op": "assert add_one(mx.zeros(3)).tolist() == [1, 1, 1]",
+    "a scope that waits": "with mtf.stream(wait=True): assert add_one(x).tolist() == [2, 3, 4]",
+    "a lazy array of another stream": "direct(mx.sin(mx.ones(3)))",
+    "a lazy array of its stream": "refused(lambda: direct(lazy))",
+    "an array with two owners, beside another kernel": (
+        "direct(shared)\n    barrier.wait()\n    direct(shared)"
+    ),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_what_a_kernel_does(run_python, inside):
+    code = f"""
+own, other = mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)
+direct = tvm_ffi.convert(lambda t: None)
+lazy = mx.add(x, 1, stream=own)
+shared = mx.ones(4)
+view = shared[:]
+mx.eval(shared, view)
+streams = 2 if "barrier" in {INSIDE[inside]!r} else 1
+barrier = threading.Barrier(streams)
+
+def refused(evaluate):
+    try:
+        evaluate()
+    except RuntimeError as error:
+        assert "expected a" in str(error) and "would wait for itself" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+def outer(a, b):
+    {INSIDE[inside]}
+    np.from_dlpack(b)[...] = np.from_dlpack(a) * 2
+
+op = mtf.op(outer, outputs=lambda a: a)
+ys = [op(x, stream=stream) for stream in (own, other)[:streams]]
+mx.eval(ys)
+assert all(y.tolist() == [2, 4, 6] for y in ys)
+"""
+    run_python(START + code, limit=60)
+
+
 def test_an_error_is_raised_by_async_eval(run_python):
     code = """
 def broken(x, y):

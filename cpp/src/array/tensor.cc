@@ -66,7 +66,8 @@ class Pool {
     ThreadList& list = local_;
     lent->next = list.head;
     list.head = lent;
-    if (++list.size > 2 * kBatch || list.closed) Return(&list, list.closed ? 0 : kBatch);
+    if (++list.size == 1) CloseAtThreadsEnd();
+    if (list.size > 2 * kBatch || list.closed) Return(&list, list.closed ? 0 : kBatch);
   }
 
   /*! \brief Gives a tensor dims that do not fit into it. */
@@ -124,9 +125,13 @@ class Pool {
     size_t count;
   };
 
-  [[gnu::noinline]] void Refill(ThreadList* list) {
+  static void CloseAtThreadsEnd() {
     static thread_local Closer closer;
     (void)closer;
+  }
+
+  [[gnu::noinline]] void Refill(ThreadList* list) {
+    CloseAtThreadsEnd();
     std::lock_guard<std::mutex> lock(mutex_);
     if (free_ == nullptr) AddSlab();
     for (size_t i = 0; i < kBatch && free_ != nullptr; ++i) {

@@ -121,7 +121,8 @@ std::optional<mx::Stream> ToMlxStream(const StreamRef& stream) {
 
 mx::Stream CurrentMlxStream() {
   if (StreamRef innermost = InnermostStream()) {
-    if (std::optional<mx::Stream> scoped = ToMlxStream(innermost)) return *scoped;
+    std::optional<mx::Stream> scoped = ToMlxStream(innermost);
+    if (scoped && !IsRunning(*scoped)) return *scoped;
   }
   return mx::default_stream(mx::default_device());
 }

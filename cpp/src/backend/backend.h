@@ -30,6 +30,8 @@ class MLX_TVM_FFI_API Launch {
    * \note May be run again as long as no run has written to memory that the kernel reads.
    */
   virtual void Run(const StreamRef& stream) = 0;
+  /*! \brief After a run on the CPU that failed: no output holds what looks like a result. */
+  virtual void Spoil() noexcept = 0;
   /*! \brief What must stay alive until the device is done: the function and its attributes. */
   virtual std::shared_ptr<void> KeepAlive() const = 0;
   /*! \brief Whether the kernel can be captured into a CUDA graph, as far as is known. Any thread.
@@ -142,8 +144,8 @@ MLX_TVM_FFI_API void RegisterBackend(mx::Device::DeviceType type, Backend* backe
 /*! \brief True where a backend is registered. */
 MLX_TVM_FFI_API bool HasBackend(mx::Device::DeviceType type);
 
-/*! \brief The MLX stream that work goes to now: this thread's innermost scope if it is MLX's, else
- * MLX's default. */
+/*! \brief The MLX stream that work goes to now: this thread's innermost scope if it is MLX's, and
+ * not the stream of a kernel that runs here; else MLX's default. */
 MLX_TVM_FFI_API mx::Stream CurrentMlxStream();
 
 /*! \brief Hands a backend's interface out, so that ToMlxStream knows it again: backends may live in

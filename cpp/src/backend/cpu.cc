@@ -81,8 +81,7 @@ class CpuBackend final : public Backend {
 
   void KeepScratch(mx::array array, const mx::Stream& stream) override {
     // A kernel that runs on the stream's thread is done with its scratch when it drops it.
-    bool is_running = running_on != nullptr && *running_on == stream;
-    if (!is_running) mx::cpu::get_command_encoder(stream).add_temporary(std::move(array));
+    if (!IsRunning(stream)) mx::cpu::get_command_encoder(stream).add_temporary(std::move(array));
   }
 
   void Encode(const mx::Stream& stream, const std::vector<mx::array>&,
@@ -104,6 +103,7 @@ class CpuBackend final : public Backend {
             launch->Run(InterfaceOf(stream));
           } catch (...) {
             ++failures_;
+            launch->Spoil();  // MLX counts the outputs as evaluated
             // An error that is set while mx.async_eval still schedules may keep it from signalling
             // its event, for which every reader of its arrays then waits for ever.
             if (is_async) std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -121,8 +121,18 @@ class CpuBackend final : public Backend {
   }
 
   void Prepare(mx::array& array) override {
+    bool lazy = array.status() == mx::array::Status::unscheduled && array.has_primitive();
+    if (lazy && IsRunning(array.primitive().stream())) {
+      TVM_FFI_THROW(RuntimeError)
+          << "[mlx_tvm_ffi.call] argument: expected an array that is evaluated or of another "
+          << "stream, got a lazy one of the stream that runs this kernel. It would wait for "
+             "itself: "
+          << "evaluate the array before.";
+    }
     array.eval();
     if (array.data_shared_ptr().use_count() <= 1) return;
+    // Kernels that wait for each other's streams would wait for ever.
+    if (running_on != nullptr) return;
     for (const mx::Stream& stream : mx::get_streams()) {
       if (stream.device == mx::Device::cpu) WaitFor(stream);
     }
@@ -161,8 +171,7 @@ class CpuBackend final : public Backend {
 
   // As mx::synchronize, which would take the error of a kernel from those who wait for its results.
   static void WaitFor(const mx::Stream& stream) {
-    // On the stream's own thread its earlier tasks are done; a wait would never end.
-    if (running_on != nullptr && *running_on == stream) return;
+    if (IsRunning(stream)) return;  // its earlier tasks are done, and this one would never be
     auto done = std::make_shared<std::promise<void>>();
     auto set_done = [done] { done->set_value(); };
     try {
@@ -193,6 +202,8 @@ class CpuBackend final : public Backend {
 };
 
 }  // namespace
+
+bool IsRunning(const mx::Stream& stream) { return running_on != nullptr && *running_on == stream; }
 
 void RegisterCpuBackend() { RegisterBackend(mx::Device::cpu, new CpuBackend); }
 

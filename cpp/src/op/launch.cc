@@ -212,11 +212,26 @@ void KernelLaunch::Run(const StreamRef& stream) {
     Call();
     if (scratch.Kept() >= 0) ThrowKept(scratch.Kept());
   } catch (const ffi::Error& error) {
+    if (!error.defined()) {  // tvm-ffi could not make one of what the kernel raised
+      ThrowNamed(name(), "RuntimeError", "an exception whose text is not Unicode");
+    }
     ThrowNamed(name(), error.kind(), error.message(), error.backtrace());
   } catch (const std::exception& error) {
     ThrowNamed(name(), "RuntimeError", error.what());
   } catch (...) {
     ThrowNamed(name(), "RuntimeError", "the kernel threw something that is not a std::exception");
+  }
+}
+
+void KernelLaunch::Spoil() noexcept {
+  constexpr int kNan = 0xff;  // -1 as an integer
+  for (size_t i = inputs_; i < tensors_.size(); ++i) {
+    const Bound& output = tensors_[i];
+    std::shared_ptr<void> memory = output.data.lock();
+    bool is_bool = output.tensor.dtype.code == kDLBool;
+    if (memory != nullptr) {
+      std::memset(Address(output.tensor), is_bool ? 1 : kNan, Bytes(output.tensor));
+    }
   }
 }
 
@@ -292,7 +307,14 @@ void KernelLaunch::Call() {
   {
     ffi::Any result;
     kernel.function().CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &result);
-    if (kernel.returns_outputs()) TakeReturned(result);
+    if (kernel.returns_outputs()) {
+      TakeReturned(result);
+    } else if (result != nullptr &&
+               (result.as<ffi::Tensor>() || result.as<ffi::Array<ffi::Any>>())) {
+      TVM_FFI_THROW(TypeError) << "expected a kernel that fills its outputs, got one that returns "
+                               << result.GetTypeKey()
+                               << ". Name what it takes in arg_spec, without \"rets\".";
+    }
   }
   on_throw.run = nullptr;
   give_back();

@@ -28,6 +28,7 @@ class KernelLaunch final : public Launch {
   ~KernelLaunch() override;
 
   void Run(const StreamRef& stream) override;
+  void Spoil() noexcept override;
   std::shared_ptr<void> KeepAlive() const override;
   Capture capture() const override { return call_->kernel->capture(); }
   Capture Learn(Capture capture) const noexcept override { return call_->kernel->Learn(capture); }

@@ -13,6 +13,7 @@
 
 #include "array/py_array.h"
 #include "backend/backend.h"
+#include "backend/cpu.h"
 
 namespace mlx_tvm_ffi {
 namespace {
@@ -61,6 +62,8 @@ class Scope {
           << "[mlx_tvm_ffi.stream] wait: expected False for another framework's stream, got True. "
              "Wait with that framework.";
     }
+    // What a kernel makes must not wait for the kernel.
+    if (mlx_stream_ && IsRunning(*mlx_stream_)) mlx_stream_.reset();
     if (mlx_stream_) previous_ = mx::default_stream(mlx_stream_->device);
     detail::Call(detail::StreamApi(), &mtf_stream_api::enter, "stream", stream.get(), &scope_);
     if (mlx_stream_) mx::set_default_stream(*mlx_stream_);
@@ -70,7 +73,7 @@ class Scope {
     if (previous_) mx::set_default_stream(*previous_);
     py::gil_scoped_release unlocked;
     detail::Call(detail::StreamApi(), &mtf_stream_api::leave, "stream", &scope_);
-    if (wait_) mx::synchronize(*mlx_stream_);
+    if (wait_ && mlx_stream_) mx::synchronize(*mlx_stream_);
   }
 
  private:
