@@ -99,6 +99,10 @@ def module(
         y = fill(value=2.0, blocks=64)
 
     """
+    for what, given in (("payloads", payloads), ("functions", functions)):
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            text = f"{what}: expected a dict by kernel name, got {given!r:.200}."
+            raise _error(TypeError, "module", text)
     formats: dict[str, str] = {}
     codes: dict[str, bytes] = {}
     for name, payload in payloads.items():
@@ -128,16 +132,28 @@ def module(
         )
         raise _error(ValueError, "module", text)
     names = list(codes)
-    tables = [functions[name] for name in names]
+    tables = [_to_table(name, functions[name]) for name in names]
     make = tvm_ffi.get_global_func("mlx_tvm_ffi.metal.module")
     made: tvm_ffi.Module = make(
         names,
         list(codes.values()),
         formats[names[0]],
-        [[tvm_ffi.dtype(dtype) for dtype in table["arg_types"]] for table in tables],
-        [list(table["launch_param_tags"]) for table in tables],
+        [arg_types for arg_types, _ in tables],
+        [tags for _, tags in tables],
     )
     return made
+
+
+def _to_table(name: str, table: Mapping[str, Any]) -> tuple[list[tvm_ffi.dtype], list[str]]:
+    try:
+        dtypes = [tvm_ffi.dtype(dtype) for dtype in table["arg_types"]]
+        return dtypes, [str(tag) for tag in table["launch_param_tags"]]
+    except (LookupError, TypeError, ValueError) as error:
+        text = (
+            f"functions: expected {name!r} with arg_types and launch_param_tags, "
+            f"got {table!r:.200}: {error}."
+        )
+        raise _error(ValueError, "module", text) from error
 
 
 def kernel(
@@ -211,18 +227,32 @@ def kernel(
         y = scale(x, factor=2.0)
 
     """
+    if not isinstance(name, str) or not isinstance(source, (str, bytes)):
+        text = (
+            f"expected a name of str and a source of str or bytes, got {type(name).__name__} and "
+            f"{type(source).__name__}."
+        )
+        raise _error(TypeError, "kernel", text)
+    if fmt not in (None, "metal", "metallib"):
+        text = f"fmt: expected 'metal', 'metallib' or None, got {fmt!r}."
+        raise _error(ValueError, f"kernel {name}", text)
     if fmt is None:
         fmt = "metal" if isinstance(source, str) else "metallib"
     parameters, slots = _bind_slots(name, buffers)
     hidden = [
         f"args.{input_}"
-        for input_ in sorted(set((aliases or {}).values()))
+        for input_ in sorted(set(aliases.values() if isinstance(aliases, Mapping) else ()))
         if f"args.{input_}" not in parameters
     ]
     order = [*parameters, *hidden]
-    memory = list(threadgroup_memory)
-    if not all(isinstance(size, int) and size > 0 and size % 16 == 0 for size in memory):
-        text = f"threadgroup_memory: expected multiples of 16 bytes, got {memory}."
+    memory = list(threadgroup_memory) if isinstance(threadgroup_memory, Sequence) else [None]
+    if len(memory) > 31 or not all(
+        isinstance(size, int) and size % 16 == 0 and 0 < size < 2**32 for size in memory
+    ):
+        text = (
+            "threadgroup_memory: expected at most 31 sizes, multiples of 16 bytes, "
+            f"got {threadgroup_memory!r:.200}."
+        )
         raise _error(ValueError, f"kernel {name}", text)
     program = tvm_ffi.get_global_func("mlx_tvm_ffi.metal.program")(
         name,
@@ -257,11 +287,13 @@ def _bind_slots(
     """Give the parameters (with the type of a scalar), and what each slot binds of them."""
     parameters: dict[str, tvm_ffi.dtype | None] = {}
     slots: list[list[Any]] = []
-    for item in buffers:
-        spec, dtype = (item, None) if isinstance(item, str) else item
-        kind, _, rest = spec.partition(".")
+    items: list[Any] = list(buffers) if isinstance(buffers, Sequence) else [buffers]
+    for item in items:
+        spec, dtype = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+        kind, _, rest = spec.partition(".") if isinstance(spec, str) else ("", "", "")
         is_scalar = kind == "attrs" and bool(rest)
-        if not is_scalar and not (kind in ("args", "rets") and rest.isdecimal()):
+        is_array = kind in ("args", "rets") and rest.isdecimal() and dtype is None
+        if not is_scalar and not is_array:
             text = f"buffers: expected 'args.N', 'rets.N' or ('attrs.NAME', dtype), got {item!r}."
             raise _error(ValueError, f"kernel {name}", text)
         if is_scalar and dtype not in _SCALARS:
@@ -280,16 +312,21 @@ def _bind_slots(
 
 
 def _to_constants(name: str, constants: Mapping[int | str, Constant]) -> list[list[Any]]:
+    if not isinstance(constants, Mapping):
+        text = f"constants: expected a dict by index or name, got {constants!r:.200}."
+        raise _error(TypeError, f"kernel {name}", text)
     records = []
     for key, constant in constants.items():
-        value, dtype = constant if isinstance(constant, tuple) else (constant, None)
+        pair = constant if isinstance(constant, tuple) else (constant, None)
+        value, dtype = pair if len(pair) == 2 else (constant, None)
         if dtype is None:
             kinds = ((bool, mx.bool_), (int, mx.int32), (float, mx.float32))
             dtype = next((dtype for kind, dtype in kinds if isinstance(value, kind)), None)
-        if dtype not in _CONSTANTS or not isinstance(key, (int, str)):
+        is_key = key != "" if isinstance(key, str) else isinstance(key, int) and 0 <= key < 2**16
+        if dtype not in _CONSTANTS or not is_key:
             text = (
-                f"constants: expected an index or name with a bool, int, float or a pair of value "
-                f"and dtype, got {key!r}: {constant!r}."
+                f"constants: expected an index below 65536 or a name with a bool, int, float or a "
+                f"pair of value and dtype, got {key!r}: {constant!r}."
             )
             raise _error(ValueError, f"kernel {name}", text)
         number, letter = _CONSTANTS[dtype]

@@ -178,3 +178,69 @@ def test_module_from_payloads() -> None:
 def test_payload_rules(payloads: dict, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         mtf.metal.module(payloads, {"fill": TABLE})
+
+
+@pytest.mark.parametrize(
+    ("payloads", "functions", "kind", "message"),
+    [
+        ([SOURCE], {"fill": TABLE}, TypeError, "payloads: expected a dict by kernel name"),
+        ({5: SOURCE}, {5: TABLE}, TypeError, "payloads: expected a dict by kernel name"),
+        ({"fill": SOURCE}, [TABLE], TypeError, "functions: expected a dict by kernel name"),
+        *(
+            ({"fill": METALLIB}, {"fill": table}, ValueError, "functions: expected 'fill' with arg")
+            for table in (None, {"arg_types": []}, TABLE | {"arg_types": ["x"]})
+        ),
+    ],
+)
+def test_tables_that_are_none(
+    payloads: dict, functions: dict, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=r"\[mlx_tvm_ffi.metal.module\] " + message):
+        mtf.metal.module(payloads, functions)
+
+
+def kernel(**changes: object) -> mtf.Op:
+    options = {
+        "name": "fill",
+        "source": SOURCE,
+        "outputs": lambda x: x,
+        "buffers": ["rets.0"],
+        "grid": (1, 1, 1),
+        "threadgroup": (1, 1, 1),
+    }
+    return mtf.metal.kernel(**options | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": 5}, "got int and str"),
+        ({"source": None}, "got str and NoneType"),
+        ({"fmt": "spirv"}, "fmt: expected 'metal', 'metallib' or None, got 'spirv'"),
+        ({"source": METALLIB, "fmt": "metal"}, "'metal' as declared, got a compiled library"),
+        ({"fmt": "metallib"}, "'metallib' as declared, got source text"),
+        *(
+            ({"buffers": buffers}, "buffers: expected 'args.N', 'rets.N' or")
+            for buffers in (None, [5], ["args.x"], [("args.0", mx.int32)], [("attrs.", mx.int32)])
+        ),
+        ({"buffers": ["attrs.n"]}, "with a dtype of int32, .*got 'attrs.n'"),
+        ({"buffers": [("attrs.n", mx.float16)]}, "with a dtype of int32"),
+        ({"buffers": ["rets.0"] * 32}, "buffers: expected at most 31, got 32"),
+        ({"grid": (1, 1)}, "grid: expected three numbers"),
+        ({"threadgroup": (1, 1, -1)}, "threadgroup: expected three numbers"),
+        *(
+            ({"constants": constants}, "constants: expected an index below 65536 or a name")
+            for constants in ({-1: 1}, {2**16: 1}, {"": 1}, {0: "x"}, {0: (1,)}, {0: (1, "int32")})
+        ),
+        ({"constants": [1]}, "constants: expected a dict by index or name"),
+        ({"constants": {0: 2**40}}, "constants: expected 0 to fit mlx.core.int32"),
+        ({"constants": {0: (300, mx.uint8)}}, "constants: expected 0 to fit mlx.core.uint8"),
+        *(
+            ({"threadgroup_memory": memory}, "threadgroup_memory: expected at most 31 sizes")
+            for memory in (5, [8], [16.0], [0], [2**40], [16] * 32)
+        ),
+    ],
+)
+def test_kernel_that_says_nothing_to_launch(changes: dict, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"\[mlx_tvm_ffi.metal.*" + message):
+        kernel(**changes)

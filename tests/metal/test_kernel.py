@@ -235,6 +235,24 @@ def test_threadgroup_memory() -> None:
     np.testing.assert_array_equal(np.array(total(mx.array(a))), a.sum(1))
 
 
+@pytest.mark.parametrize("sizes", [[32768 + 16], [32768, 32768], [2**31, 2**31]])
+def test_too_much_threadgroup_memory(sizes: list[int]) -> None:
+    op = elementwise("total", SUM, threadgroup_memory=sizes)
+    with pytest.raises(RuntimeError, match=rf"at most \d+ bytes of thread.*got {sum(sizes)}"):
+        mx.eval(op(mx.ones(32)))
+
+
+def test_too_many_scalars() -> None:
+    module = mtf.metal.module(
+        {"fill": (INCREMENT.replace("increment", "fill"), "metal")},
+        {"fill": {"arg_types": ["handle"] + ["int64"] * 513, "launch_param_tags": []}},
+    )
+    x = mx.ones(4)
+    mx.eval(x)
+    with pytest.raises(ValueError, match="at most 4096 bytes of scalars, got 4104"):
+        module.fill(x, *range(513))
+
+
 CONSTANTS = """#include <metal_stdlib>
 using namespace metal;
 constant int offset [[function_constant(0)]];

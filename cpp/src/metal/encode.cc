@@ -4,6 +4,7 @@
 
 #include <Metal/Metal.hpp>
 #include <mutex>
+#include <numeric>
 #include <string_view>
 #include <unordered_map>
 
@@ -13,6 +14,7 @@ struct MetalPipeline {
   void* device;
   MTL::ComputePipelineState* state;
   uint64_t max_threads;
+  uint64_t max_memory;  // bytes of all threadgroup arguments
 };
 
 namespace {
@@ -24,9 +26,13 @@ Owned<NS::String> Text(const std::string& text) {
   return NS::TransferPtr(NS::String::alloc()->init(text.c_str(), NS::UTF8StringEncoding));
 }
 
+std::string Prefix(const MetalFunction& f) {
+  return "[mlx_tvm_ffi.metal] kernel '" + f.name + "': ";
+}
+
 [[noreturn]] void ThrowMetal(const MetalFunction& f, const char* what, NS::Error* error) {
   const char* text = error == nullptr ? nullptr : error->localizedDescription()->utf8String();
-  TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.metal] kernel '" << f.name << "': expected " << what
+  TVM_FFI_THROW(RuntimeError) << Prefix(f) << "expected " << what
                               << ", got: " << (text == nullptr ? "no reason from Metal" : text);
   TVM_FFI_UNREACHABLE();
 }
@@ -107,11 +113,41 @@ const MetalPipeline* FindPipeline(const MetalFunction& f, void* device) {
   NS::Error* error = nullptr;
   MTL::ComputePipelineState* state = metal_device->newComputePipelineState(function.get(), &error);
   if (state == nullptr) ThrowMetal(f, "a function that a pipeline can be made from", error);
-  const MetalPipeline pipeline{device, state, state->maxTotalThreadsPerThreadgroup()};
+  const MetalPipeline pipeline{
+      device, state, state->maxTotalThreadsPerThreadgroup(),
+      metal_device->maxThreadgroupMemoryLength() - state->staticThreadgroupMemoryLength()};
   return &pipelines->emplace(std::move(key), pipeline).first->second;
 }
 
 MTL::Size Size(const std::array<uint64_t, 3>& size) { return {size[0], size[1], size[2]}; }
+
+// Metal ends the process, or the GPU's work, where these are broken.
+void CheckLimits(const MetalFunction& f, const MetalPipeline& pipeline,
+                 const MetalDispatch& dispatch) {
+  constexpr size_t kMaxBytes = 4096;
+  const auto& group = dispatch.group;
+  // Each factor is checked first, so that the product cannot wrap.
+  const uint64_t most = pipeline.max_threads;
+  if (group[0] > most || group[1] > most || group[2] > most ||
+      group[0] * group[1] * group[2] > most) {
+    TVM_FFI_THROW(ValueError) << Prefix(f) << "expected a threadgroup of at most " << most
+                              << " threads, got " << group[0] << " x " << group[1] << " x "
+                              << group[2] << ". Use a smaller one.";
+  }
+  const uint64_t memory = std::accumulate(f.threadgroup_memory_bytes.begin(),
+                                          f.threadgroup_memory_bytes.end(), uint64_t{0});
+  if (memory > pipeline.max_memory) {
+    TVM_FFI_THROW(ValueError) << Prefix(f) << "expected at most " << pipeline.max_memory
+                              << " bytes of threadgroup memory, got " << memory << ". Use less.";
+  }
+  for (uint32_t i = 0; i < dispatch.num_slots; ++i) {
+    if (dispatch.slots[i].size > kMaxBytes) {
+      TVM_FFI_THROW(ValueError) << Prefix(f) << "expected at most " << kMaxBytes
+                                << " bytes of scalars, got " << dispatch.slots[i].size
+                                << ". Pass them in an array.";
+    }
+  }
+}
 
 void Encode(MetalKernel& kernel, const MetalDispatch& dispatch) {
   const MetalFunction& function = kernel.function;
@@ -123,16 +159,7 @@ void Encode(MetalKernel& kernel, const MetalDispatch& dispatch) {
       pipeline = FindPipeline(function, device);
       kernel.pipeline.store(pipeline, std::memory_order_release);
     }
-    const auto& group = dispatch.group;
-    // Each factor is checked first, so that the product cannot wrap.
-    const uint64_t most = pipeline->max_threads;
-    if (group[0] > most || group[1] > most || group[2] > most ||
-        group[0] * group[1] * group[2] > most) {
-      TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.metal] kernel '" << function.name
-                                << "': expected a threadgroup of at most " << most
-                                << " threads, got " << group[0] << " x " << group[1] << " x "
-                                << group[2] << ". Use a smaller one.";
-    }
+    CheckLimits(function, *pipeline, dispatch);
     const EncoderScope scope(stream);
     auto* encoder = static_cast<MTL::ComputeCommandEncoder*>(scope.encoder());
     encoder->setComputePipelineState(pipeline->state);
@@ -148,9 +175,9 @@ void Encode(MetalKernel& kernel, const MetalDispatch& dispatch) {
       encoder->setThreadgroupMemoryLength(function.threadgroup_memory_bytes[i], i);
     }
     if (dispatch.grid_in_threads) {
-      encoder->dispatchThreads(Size(dispatch.grid), Size(group));
+      encoder->dispatchThreads(Size(dispatch.grid), Size(dispatch.group));
     } else {
-      encoder->dispatchThreadgroups(Size(dispatch.grid), Size(group));
+      encoder->dispatchThreadgroups(Size(dispatch.grid), Size(dispatch.group));
     }
   });
 }
