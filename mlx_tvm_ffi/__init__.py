@@ -10,6 +10,7 @@ from mlx_tvm_ffi import _versions
 if not (sys.argv[:1] == ["-m"] and "mlx_tvm_ffi" in sys.orig_argv):
     _versions.check_mlx()
     _versions.check_tvm_ffi()
+    __version__: str = _versions.built().VERSION
 
     from mlx_tvm_ffi import _exchange, _export, metal
     from mlx_tvm_ffi._kernel_folder import load_kernel

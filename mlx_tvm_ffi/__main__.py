@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
 
 def _installed() -> Path:
     """Give the folder of what CMake installed: in an editable install not that of this file."""
-    from mlx_tvm_ffi import _built  # noqa: PLC0415
-
-    return Path(_built.__file__).parent
+    return Path(str(_versions.built().__file__)).parent
 
 
 def _attempt(check: Callable[[], str]) -> tuple[bool, str]:
@@ -63,11 +60,12 @@ def _backends() -> Iterator[tuple[str, str]]:
 def _doctor() -> int:
     """Print what is here and what is not. Give 1 where mlx_tvm_ffi cannot be imported, else 0."""
     checks = {
+        "mlx-tvm-ffi": lambda: str(_versions.built().VERSION),
         "mlx": _versions.check_mlx,
         "tvm-ffi": _versions.check_tvm_ffi,
         "_core": _core,
     }
-    lines = [("mlx-tvm-ffi", version("mlx-tvm-ffi")), ("python", platform.python_version())]
+    lines = [("python", platform.python_version())]
     healthy = True
     for name, check in checks.items():
         healthy, text = _attempt(check)
@@ -101,12 +99,15 @@ def main() -> int:
         "--include-dir", action="store_true", help="print the folder of the C and C++ headers"
     )
     arguments = parser.parse_args()
-    if arguments.cmake_dir:
-        print(_installed() / "share" / "cmake" / "mlx_tvm_ffi")
-    elif arguments.include_dir:
-        print(_installed() / "include")
-    else:
-        return _doctor()
+    try:
+        if arguments.cmake_dir:
+            print(_installed() / "share" / "cmake" / "mlx_tvm_ffi")
+        elif arguments.include_dir:
+            print(_installed() / "include")
+        else:
+            return _doctor()
+    except ImportError as error:
+        sys.exit(str(error))
     return 0
 
 

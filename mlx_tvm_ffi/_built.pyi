@@ -1,2 +1,3 @@
 # Written by CMake.
 MLX_VERSION: str
+VERSION: str

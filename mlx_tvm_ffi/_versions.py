@@ -9,6 +9,10 @@ from __future__ import annotations
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 # 0.1.13 itself, not its post releases, has modules of another layout than all the others.
 TVM_FFI_RANGE = ">=0.1.11,!=0.1.13,<0.1.16"
@@ -36,8 +40,8 @@ def _mlx_requirement(version: str) -> str:
     return f"mlx=={version}" if sys.platform == "darwin" else f"mlx[cpu]=={version}"
 
 
-def check_mlx() -> str:
-    """Give the version of the installed MLX; raise ImportError unless it is the one built with."""
+def built() -> ModuleType:
+    """Give the module that CMake wrote beside what it built; raise ImportError without one."""
     try:
         from mlx_tvm_ffi import _built  # noqa: PLC0415
     except ImportError:
@@ -46,16 +50,21 @@ def check_mlx() -> str:
             f"built. Start Python in another folder, or run: {sys.executable} -m pip install -e ."
         )
         raise ImportError(message) from None
-    built = _built.MLX_VERSION
-    expected = f"[mlx_tvm_ffi] mlx: expected version {built}, which this package was built with"
-    mend = _pip_install(_mlx_requirement(built))
+    return _built
+
+
+def check_mlx() -> str:
+    """Give the version of the installed MLX; raise ImportError unless it is the one built with."""
+    version: str = built().MLX_VERSION
+    expected = f"[mlx_tvm_ffi] mlx: expected version {version}, which this package was built with"
+    mend = _pip_install(_mlx_requirement(version))
     try:
         import mlx.core as mx  # noqa: PLC0415
     except ImportError as error:
         message = f"{expected}, got an import that fails: {error}. {mend}"
         raise ImportError(message) from error
     found: str = mx.__version__  # type: ignore[attr-defined]
-    if found != built:
+    if found != version:
         message = f"{expected}, got {found}. {mend}"
         raise ImportError(message)
     return found

@@ -85,8 +85,16 @@ def test_source_folder_is_an_import_error(tmp_path, run_python):
     package.mkdir()
     for source in (ROOT / "mlx_tvm_ffi").glob("*.py"):
         (package / source.name).write_text(source.read_text())
-    result = run_python(["-S", "-c", "import mlx_tvm_ffi"], expected=1)
-    assert "expected an installed package, got its source folder" in result.stderr
+    for arguments in (
+        ["-c", "import mlx_tvm_ffi"],
+        ["-m", "mlx_tvm_ffi"],
+        ["-m", "mlx_tvm_ffi", "--cmake-dir"],
+    ):
+        result = run_python(["-S", *arguments], expected=1)
+        assert (
+            "expected an installed package, got its source folder" in result.stdout + result.stderr
+        )
+        assert "-c" in arguments or "Traceback" not in result.stderr
 
 
 def test_one_libmlx_and_one_libtvm_ffi_in_the_process(run_python):

@@ -137,7 +137,7 @@ def test_a_file_is_compared_line_by_line(
     example.main(["--file", str(file)])
     out, err = capsys.readouterr()
     assert "A kitten sleeps on the sofa.  ->  3: The cat is napping on the couch." in out
-    assert "Time for 3: " in out
+    assert "Timing both models on 3..." in out
     assert "3/3" in err
 
 
