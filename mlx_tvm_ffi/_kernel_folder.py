@@ -5,19 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import tvm_ffi
 
 from mlx_tvm_ffi._load import load_module
-
-if TYPE_CHECKING:
-    import os
 
 _VARIANT = re.compile(
     r"tvm-ffi(?P<version>\d+)-(?P<backend>[a-z]+)(?P<backend_version>\d*)-(?P<cpu>[^-]+)-(?P<os>[^-]+)"
@@ -68,6 +66,12 @@ def load_kernel(
         relu = mtf.op(mtf.load_kernel("relu", name="relu"), outputs=lambda x: x)
 
     """
+    if not isinstance(folder, (str, os.PathLike)) or not isinstance(name, (str, type(None))):
+        message = (
+            "[mlx_tvm_ffi.load_kernel] expected a folder of str or Path and a name of str or None, "
+            f"got {folder!r:.100} and {name!r:.100}."
+        )
+        raise TypeError(message)
     variant = _choose(Path(folder))
     metadata = _read_metadata(variant)
     _check_digest(variant, metadata)

@@ -61,6 +61,9 @@ def load_module(path: str | os.PathLike[str]) -> tvm_ffi.Module:
         scale = mtf.op(module.scale, outputs=lambda x: x)
 
     """
+    if not isinstance(path, (str, os.PathLike)):
+        message = f"[mlx_tvm_ffi.load_module] path: expected a str or a Path, got {path!r:.100}."
+        raise TypeError(message)
     file = Path(path).resolve()  # the system looks for a bare name elsewhere
     if not file.is_file():
         message = f"[mlx_tvm_ffi.load_module] path: expected a file, got {str(path)!r}."

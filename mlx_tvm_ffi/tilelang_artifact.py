@@ -79,14 +79,21 @@ def describe(artifact: Any, *, inplace: Sequence[str] | None = None) -> dict[str
     """
     functions = {
         str(function.attrs["global_symbol"]): function
-        for function in getattr(artifact.device_mod, "functions", {}).values()
+        for function in _functions(artifact, "device_mod")
     }
-    hosts = list(getattr(artifact.host_mod, "functions", {}).values())
+    hosts = _functions(artifact, "host_mod")
     if not functions or len(hosts) != 1:
         message = (
             "[mlx_tvm_ffi.metal.from_tilelang] artifact: expected one host function and its "
             f"kernels as TileLang's IR, got {len(hosts)} and {len(functions)}. Lower it with "
             "tilelang.lower(function, target='metal'), without enable_host_codegen."
+        )
+        raise ValueError(message)
+    targets = {str(function.attrs["target"].kind.name) for function in functions.values()}
+    if targets != {"metal"}:
+        message = (
+            "[mlx_tvm_ffi.metal.from_tilelang] artifact: expected kernels for metal, got ones for "
+            f"{', '.join(sorted(targets))}. Lower it with tilelang.lower(function, target='metal')."
         )
         raise ValueError(message)
     host = _Host(hosts[0], functions)
@@ -107,6 +114,10 @@ def describe(artifact: Any, *, inplace: Sequence[str] | None = None) -> dict[str
         },
         "launches": host.launches,
     }
+
+
+def _functions(artifact: Any, module: str) -> list[Any]:
+    return list(getattr(getattr(artifact, module, None), "functions", {}).values())
 
 
 def _parameter(name: str, parameter: Any) -> dict[str, Any]:

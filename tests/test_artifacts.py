@@ -111,6 +111,11 @@ def test_no_such_file(tmp_path: Path) -> None:
         mtf.load_module(tmp_path / "nothing.so")
 
 
+def test_no_path() -> None:
+    with pytest.raises(TypeError, match="path: expected a str or a Path, got None"):
+        mtf.load_module(None)
+
+
 def test_bare_file_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ARTIFACTS / "tvm")
     assert mtf.load_module("cpu_llvm.so").implements_function("double_rows")

@@ -79,6 +79,12 @@ def test_folder_without_build(tmp_path: Path) -> None:
         mtf.load_kernel(tmp_path)
 
 
+@pytest.mark.parametrize(("given", "name"), [(None, None), (5, None), (".", 5)])
+def test_no_folder_or_name(given: object, name: object) -> None:
+    with pytest.raises(TypeError, match="expected a folder of str or Path and a name of str"):
+        mtf.load_kernel(given, name=name)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -118,6 +118,12 @@ def test_no_such_file(tmp_path: Path) -> None:
         mtf.metal.from_tilelang(tmp_path / "nothing.json")
 
 
+@pytest.mark.parametrize("artifact", [None, 5, object()])
+def test_no_artifact(artifact: object) -> None:
+    with pytest.raises(ValueError, match=r"artifact: expected one host function .* got 0 and 0"):
+        mtf.metal.from_tilelang(artifact)
+
+
 def test_inplace_goes_with_the_artifact(tmp_path: Path) -> None:
     (tmp_path / "f.json").write_text(json.dumps(PLAN))
     with pytest.raises(ValueError, match=r"inplace: .*Give them to save"):
@@ -130,9 +136,9 @@ sys.path[:0] = [{artifacts!r}, {package!r}]
 import make_tilelang as made, tilelang, tilelang_artifact
 from tilelang import tvm
 
-def lower(function, **options):
-    with tvm.transform.PassContext(), tvm.target.Target("metal"):
-        return tilelang.lower(function, target="metal", **options)
+def lower(function, target="metal", **options):
+    with tvm.transform.PassContext(), tvm.target.Target(target):
+        return tilelang.lower(function, target=target, **options)
 
 def refused(kind, *parts, **call):
     try:
@@ -148,6 +154,7 @@ assert "inplace" not in tilelang_artifact.describe(artifact, inplace=[])["parame
 refused(ValueError, "['x']", "cache, row", artifact=artifact, inplace=["x"])
 host = lower(made.update_cache, target_host="c", enable_host_codegen=True)
 refused(ValueError, "without enable_host_codegen", artifact=host)
+refused(ValueError, "for metal, got ones for webgpu", artifact=lower(made.scale_add, "webgpu"))
 """
 
 
