@@ -42,6 +42,7 @@ class Scope(metaclass=_Pybind11Type):
 
 def make_op(
     function: int,
+    callable: Callable[..., Any] | None,
     *,
     name: str,
     arg_spec: Sequence[str],

@@ -195,7 +195,9 @@ def op(
         parameters may be ``TensorView``, ``DLTensor*`` or ``Tensor``. It runs on the thread that
         evaluates (CPU: on the stream's own thread) and must not keep a tensor it was handed after
         it returns. ``mx.async_eval`` returns when the Python functions in its graph have run, on
-        the calling thread, and raises their errors.
+        the calling thread, and raises their errors. An object may hold an op of its own methods,
+        as kernel and as rules: Python's collector frees both, unless the object also holds a
+        result that is not evaluated, or a ``tvm_ffi.Function`` of its method.
     outputs
         What the kernel writes: something with ``.shape`` (elements) and ``.dtype`` (of
         ``mlx.core``) such as :class:`ShapeDtype` or an array, a sequence of those, or a callable
@@ -282,6 +284,7 @@ def op(
         raise _fail(TypeError, label, f"vmap: {rules}, got {got}. Use one of these.")
     return _core.make_op(
         function.__chandle__(),
+        None if function is fn else fn,
         name=label,
         arg_spec=_to_arg_spec(arg_spec, label),
         contiguous=_to_flags(contiguous, label),

@@ -31,6 +31,13 @@ struct OpState {
   std::shared_ptr<const KernelCall> plain;                 // the call without attributes
   std::shared_ptr<const std::vector<ShapeDtype>> outputs;  // null: the rules' callable says
   std::shared_ptr<const Rules> rules;  // null: neither callable outputs nor transforms
+  PyObject* callable;                  // what the kernel was made of and holds; null: no callable
+
+  /*! \brief Whether no node, run or tvm_ffi.Function but this op holds the kernel. With Python's
+   * lock held, without which none of them gets it. */
+  bool HoldsKernelAlone() const {
+    return plain.use_count() == 1 && kernel.use_count() == 2 && kernel->function().use_count() == 1;
+  }
 };
 
 struct OpObject {
@@ -144,10 +151,14 @@ PyObject* CallOp(PyObject* self, PyObject* const* args, size_t nargsf, PyObject*
 }
 
 // The callables of an op may refer to it, as those of a layer that makes its own op do. Calls that
-// still run share them, which the collector takes for a reference from outside.
+// still run share them, which the collector takes for a reference from outside. tvm-ffi's function
+// holds one reference to its callable, where no collector looks: this op's where it holds the
+// function alone.
 int TraverseOp(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
-  const std::shared_ptr<const Rules>& rules = reinterpret_cast<OpObject*>(self)->state.rules;
+  const OpState& state = reinterpret_cast<OpObject*>(self)->state;
+  if (state.callable != nullptr && state.HoldsKernelAlone()) Py_VISIT(state.callable);
+  const std::shared_ptr<const Rules>& rules = state.rules;
   if (rules.use_count() != 1) return 0;
   for (const HeldObject* held : {&rules->outputs, &rules->vjp, &rules->jvp, &rules->vmap}) {
     Py_VISIT(held->get().ptr());
@@ -244,8 +255,8 @@ void Finish(int process) {
   StopReaping();
 }
 
-py::object MakeOp(uintptr_t function, const std::string& name, std::vector<std::string> arg_spec,
-                  std::vector<bool> contiguous, bool offsets,
+py::object MakeOp(uintptr_t function, py::handle callable, const std::string& name,
+                  std::vector<std::string> arg_spec, std::vector<bool> contiguous, bool offsets,
                   std::vector<std::pair<int, int>> aliases, bool pure, bool capture,
                   const std::string& batching, py::object outputs, py::object vjp, py::object jvp,
                   py::object vmap) {
@@ -262,7 +273,8 @@ py::object MakeOp(uintptr_t function, const std::string& name, std::vector<std::
                   batching == "sequential"  ? Vmap::kSequential
                   : batching == "broadcast" ? Vmap::kBroadcast
                                             : Vmap::kNone};
-  OpState state;
+  OpState state{};
+  state.callable = callable.is_none() ? nullptr : callable.ptr();
   state.kernel = std::make_shared<const Kernel>(
       tvm::ffi::AnyView::CopyFromTVMFFIAny(view).cast<tvm::ffi::Function>(), std::move(options));
   state.plain = std::make_shared<const KernelCall>(KernelCall{state.kernel, {}});
@@ -292,10 +304,10 @@ py::object MakeOp(uintptr_t function, const std::string& name, std::vector<std::
 void BindOp(py::module_& module) {
   op_type = MakeOpType();
   module.attr("Op") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(op_type));
-  module.def("make_op", &MakeOp, py::arg("function"), py::kw_only(), py::arg("name"),
-             py::arg("arg_spec"), py::arg("contiguous"), py::arg("offsets"), py::arg("aliases"),
-             py::arg("pure"), py::arg("capture"), py::arg("batching"), py::arg("outputs"),
-             py::arg("vjp"), py::arg("jvp"), py::arg("vmap"));
+  module.def("make_op", &MakeOp, py::arg("function"), py::arg("callable"), py::kw_only(),
+             py::arg("name"), py::arg("arg_spec"), py::arg("contiguous"), py::arg("offsets"),
+             py::arg("aliases"), py::arg("pure"), py::arg("capture"), py::arg("batching"),
+             py::arg("outputs"), py::arg("vjp"), py::arg("jvp"), py::arg("vmap"));
   py::module_::import("atexit").attr("register")(py::cpp_function(&Finish),
                                                  py::module_::import("os").attr("getpid")());
 }
