@@ -2,7 +2,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <new>
+#include <string>
 #include <utility>
 
 namespace mlx_tvm_ffi {
@@ -100,7 +102,14 @@ PyObject* FromArray(mx::array array) {
 std::optional<mx::Device> AsDevice(PyObject* object) {
   if (PyObject_TypeCheck(object, types.device)) {
     const auto* device = Value<mx::Device>(object);
-    return device == nullptr ? std::nullopt : std::optional(*device);
+    if (device == nullptr) return std::nullopt;
+    int count = std::max(mx::device_count(device->type), 1);  // no GPU is an error of its own
+    if (device->index < 0 || device->index >= count) {
+      throw py::value_error("[mlx_tvm_ffi.device] index: expected one below the " +
+                            std::to_string(count) + " that MLX has, got " +
+                            std::to_string(device->index) + ". Use mx.device_count().");
+    }
+    return *device;
   }
   if (PyObject_TypeCheck(object, types.device_type)) {
     int value = py::handle(object).attr("value").cast<int>();

@@ -2,11 +2,13 @@
 
 #include <mlx/ops.h>
 #include <mlx/version.h>
+#include <tvm/ffi/error.h>
 
 #include <algorithm>
 #include <map>
 #include <memory>
 #include <stdexcept>
+#include <string>
 
 #include "backend/backend.h"
 #include "op/kernel.h"
@@ -142,6 +144,11 @@ void Evaluate(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
               std::vector<mx::array>& outputs, bool at_once) {
   try {
     Evaluation(primitive, inputs, outputs, at_once).Run();
+  } catch (const tvm::ffi::Error& error) {
+    std::string where = Where(primitive.call()->kernel->options());
+    if (error.message().starts_with(where)) throw;
+    throw tvm::ffi::Error(error.kind(), where + error.kind() + ": " + error.message(),
+                          error.backtrace());
   } catch (const std::runtime_error& error) {
     Rethrow(Where(primitive.call()->kernel->options()), error);
   }
