@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -13,7 +12,6 @@ from mlx_tvm_ffi import _core
 from mlx_tvm_ffi._core import StreamInterface
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import TypeAlias
 
     Device: TypeAlias = mx.Device | mx.DeviceType | tvm_ffi.Device
@@ -23,16 +21,6 @@ __all__ = ["StreamInterface", "StreamScope", "current_stream", "set_default_stre
 
 # A kind of error that stream.h raises, and that tvm-ffi would hand on as a RuntimeError.
 tvm_ffi.register_error("NotImplementedError", NotImplementedError)
-
-
-class _OpenScopes(threading.local):
-    """The scopes that are open on this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[StreamScope, _core.Scope]] = []
-
-
-_open_scopes = _OpenScopes()
 
 
 class StreamScope(contextlib.ContextDecorator):
@@ -46,40 +34,9 @@ class StreamScope(contextlib.ContextDecorator):
         self._stream = s
         self._wait = wait
 
-    def __enter__(self) -> StreamInterface:
-        interface = _interface(self._stream) or current_stream()
-        scope = _core.Scope(interface, self._wait)
-        _open_scopes.stack.append((self, scope))
-        return interface
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        stack = _open_scopes.stack
-        owners = [owner for owner, _ in stack]
-        if self not in owners:
-            message = (
-                "[mlx_tvm_ffi.stream] thread: expected one that has this scope open, got another. "
-                "Leave a scope on the thread that entered it, as often as it was entered."
-            )
-            raise RuntimeError(message)
-        first = len(owners) - 1 - owners[::-1].index(self)
-        left = stack[first:]
-        del stack[first:]
-        # Leaves the innermost first, and all of them whatever one raises.
-        with contextlib.ExitStack() as leaving:
-            for _, scope in left:
-                leaving.callback(scope.leave)
-        if len(left) > 1:
-            message = (
-                "[mlx_tvm_ffi.stream] scope: expected the innermost of this thread, got one with "
-                f"{len(left) - 1} open inside it, now left too. Leave scopes in the reverse order "
-                "of entering, and hold none across a yield or an await."
-            )
-            raise RuntimeError(message)
+    # In C++: an interrupt inside a method of Python would leave the scope open.
+    __enter__ = _core.enter_scope
+    __exit__ = _core.leave_scope
 
 
 def stream(s: MlxStream | StreamInterface | None = None, *, wait: bool = False) -> StreamScope:
@@ -119,6 +76,12 @@ def stream(s: MlxStream | StreamInterface | None = None, *, wait: bool = False) 
     True
     """
     _check_stream("stream", "s", s)
+    if not isinstance(wait, bool):
+        message = (
+            f"[mlx_tvm_ffi.stream] wait: expected a bool, got {type(wait).__name__}. "
+            "Use True or False."
+        )
+        raise TypeError(message)
     return StreamScope(s, wait=wait)
 
 
@@ -142,10 +105,7 @@ def current_stream(device: Device | None = None) -> StreamInterface:
         If the device has none of these.
     """
     if device is None:
-        innermost = _core.innermost_stream()
-        if innermost is not None:
-            return innermost
-        device = mx.default_device()
+        return _core.current_stream_of_thread()
     return _core.current_stream(*_dl_device("current_stream", device))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import pickle
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -253,6 +256,39 @@ def test_10000_scopes_keep_nothing(make_stream, foreign):
     assert foreign.alive() == alive
 
 
+def test_an_interrupt_leaves_no_scope_open(device):
+    before = mx.default_stream(device)
+    scope = mtf.stream(mx.new_stream(device))
+
+    def use():
+        with scope:
+            pass
+
+    for step in range(50):
+        steps = iter(range(step))
+
+        def interrupt(frame, *_, steps=steps):
+            if frame.f_code is not use.__code__ and next(steps, None) is None:
+                raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            use()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert mx.default_stream(device) == before
+
+
+def test_a_thread_may_end_with_a_scope_open(device):
+    scope = mtf.stream(mx.new_stream(device))
+    on_other_thread(scope.__enter__)
+    with pytest.raises(RuntimeError, match="expected one that has this scope open"):
+        scope.__exit__(None, None, None)
+
+
 def test_wait_waits_for_work_on_the_stream(device):
     stream = mx.new_stream(device)
     x = mx.zeros(1, stream=stream)
@@ -303,6 +339,29 @@ def test_what_is_no_device_is_refused():
         mtf.current_stream("cpu")
 
 
+def test_a_device_that_mlx_has_not_is_refused():
+    for device in (mx.Device(mx.cpu, 1), mx.Device(mx.cpu, -1)):
+        for use in (
+            lambda device=device: mtf.stream(device).__enter__(),
+            lambda device=device: mtf.current_stream(device),
+            lambda device=device: mtf.set_default_stream(device, None),
+            lambda device=device: mtf.set_default_stream(mx.cpu, device),
+        ):
+            with pytest.raises(ValueError, match=r"device\] index: expected one below the 1"):
+                use()
+
+
+@pytest.mark.parametrize("kind", [mx.Stream, mx.Device])
+def test_a_stream_or_device_whose_init_has_not_run_is_refused(kind):
+    with pytest.raises(TypeError, match=r"expected one whose __init__ has run, got \w+ without"):
+        mtf.stream(kind.__new__(kind)).__enter__()
+
+
+def test_wait_is_a_bool():
+    with pytest.raises(TypeError, match=r"\[mlx_tvm_ffi\.stream\] wait: expected a bool, got str"):
+        mtf.stream(wait="yes")
+
+
 def test_waiting_for_another_framework_is_refused(make_stream):
     with (
         pytest.raises(ValueError, match="wait: expected False"),
@@ -326,3 +385,17 @@ def test_the_interface_of_another_framework_from_python(make_stream, foreign):
     assert stream.get_dispatch_queue() is None
     assert foreign.calls(pointer(stream)) == "acquire barrier release"
     assert repr(stream) == f"<mlx_tvm_ffi.StreamInterface cuda:0 at {stream.handle:#x}>"
+
+
+def test_an_interface_is_made_of_a_handle_only(device):
+    stream = mtf.current_stream(device)
+    assert mtf.StreamInterface(handle=stream.handle) == stream
+    for make in (
+        mtf.StreamInterface,
+        lambda: mtf.StreamInterface.__new__(mtf.StreamInterface),
+        lambda: type("Derived", (mtf.StreamInterface,), {}),
+        lambda: copy.copy(stream),
+        *(lambda protocol=p: pickle.dumps(stream, protocol) for p in range(6)),
+    ):
+        with pytest.raises(TypeError):
+            make()

@@ -1,6 +1,6 @@
 /*!
  * \file stream_bindings.h
- * \brief StreamInterface, Scope and the functions behind mlx_tvm_ffi.stream.
+ * \brief StreamInterface and the functions behind mlx_tvm_ffi.stream.
  */
 #ifndef MLX_TVM_FFI_PYTHON_STREAM_BINDINGS_H_
 #define MLX_TVM_FFI_PYTHON_STREAM_BINDINGS_H_
