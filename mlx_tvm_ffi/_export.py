@@ -10,6 +10,7 @@ import mlx.core as mx
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_MARK = "__explained_by_mlx_tvm_ffi__"
 _REFUSAL = "[export_function] Unable to "
 _HINT = (
     ". MLX's file format holds MLX's own primitives, and no op made by mlx_tvm_ffi.op. Export the "
@@ -18,6 +19,9 @@ _HINT = (
 
 
 def _explained(export: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(export, _MARK):  # this package was loaded before
+        return export
+
     @functools.wraps(export)
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -27,6 +31,7 @@ def _explained(export: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise ValueError(str(error) + _HINT) from error
 
+    setattr(explained, _MARK, True)
     return explained
 
 

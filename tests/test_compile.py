@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -241,6 +242,17 @@ def test_an_export_says_why_it_cannot_be(kernels, tmp_path, export, shapeless):
     with pytest.raises(ValueError, match=text):
         export(lambda x: op(x) * 2, str(tmp_path / "f.mlxfn"), shapeless)
     assert op(X).tolist() == [2, 3, 4]
+
+
+def test_an_export_says_it_once_after_a_reload(kernels, tmp_path):
+    wrapped = mx.export_function
+    importlib.reload(mtf)
+    assert mx.export_function is wrapped
+    op = mtf.op(kernels.add_one, outputs=like)
+    for export in (export_to_file, export_by_parts):
+        with pytest.raises(ValueError, match="Unable to serialize") as raised:
+            export(op, str(tmp_path / "f.mlxfn"), shapeless=False)
+        assert str(raised.value).count("MLX's file format") == 1
 
 
 @pytest.mark.parametrize("export", [export_to_file, export_by_parts])
