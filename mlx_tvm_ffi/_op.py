@@ -252,7 +252,8 @@ def op(
         and outputs.
     RuntimeError
         From a transformation without a rule, or whose rule fails, and from the evaluation of a
-        kernel that fails: the message names the op, and the kind of the error.
+        kernel that fails: the message names the op, and the kind of the error. KeyboardInterrupt
+        and SystemExit in a rule stay what they are.
 
     Examples
     --------
