@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 import sys
 import threading
 from pathlib import Path
@@ -68,6 +69,13 @@ def load_module(path: str | os.PathLike[str]) -> tvm_ffi.Module:
     if not file.is_file():
         message = f"[mlx_tvm_ffi.load_module] path: expected a file, got {str(path)!r}."
         raise FileNotFoundError(message)
+    data = file.read_bytes()
+    if len(data) < (size := _size(data)):
+        message = (
+            f"[mlx_tvm_ffi.load_module] path: expected {size} bytes in {str(file)!r}, got "
+            f"{len(data)}: it is not whole. Build it or download it again."
+        )
+        raise RuntimeError(message)
     with _lock:
         _link(file)
         previous = tvm_ffi.get_global_func(_LOADER, allow_missing=True)
@@ -81,10 +89,23 @@ def load_module(path: str | os.PathLike[str]) -> tvm_ffi.Module:
                 remove_global_func(_LOADER)
             else:
                 tvm_ffi.register_global_func(_LOADER, previous, override=True)
-    if _TVM_MARK not in file.read_bytes():
+    if _TVM_MARK not in data:
         return module
     wrapped: tvm_ffi.Module = tvm_ffi.get_global_func("mlx_tvm_ffi.tvm_library")(module)
     return wrapped
+
+
+def _size(library: bytes) -> int:
+    """Give the bytes that a Linux library says it has: loading one cut short ends the process."""
+    if not library.startswith(b"\x7fELF\x02"):
+        return 0
+    try:
+        (start,) = struct.unpack_from("<Q", library, 32)
+        each, count = struct.unpack_from("<HH", library, 54)
+        segments = [struct.unpack_from("<8xQ16xQ", library, start + i * each) for i in range(count)]
+    except struct.error:
+        return len(library) + 1
+    return max((offset + size for offset, size in segments), default=0)
 
 
 def _link(file: Path) -> None:

@@ -207,3 +207,18 @@ def test_library_that_does_not_load(folder: Path) -> None:
     write_metadata(variant)
     with pytest.raises(RuntimeError, match="expected a library that loads here"):
         mtf.load_kernel(folder)
+
+
+@pytest.mark.parametrize("part", [0.001, 0.1, 0.3, 0.5])
+def test_library_cut_short(folder: Path, run_python: Callable[..., object], part: float) -> None:
+    library = folder / "build" / FITTING / (ID + SUFFIX)
+    data = library.read_bytes()
+    library.write_bytes(data[: int(part * len(data))])
+    (library.parent / "metadata.json").unlink()
+    # Another process, since the system ends one that uses what is not there.
+    run_python(
+        f"import mlx_tvm_ffi as mtf\n"
+        f"try: mtf.load_kernel({str(folder)!r})\n"
+        f"except RuntimeError as error: assert 'path: expected' in str(error), error\n"
+        f"else: raise AssertionError"
+    )
