@@ -357,3 +357,26 @@ def test_module_from_payloads(fill: mtf.Op) -> None:
 def test_module_launches_no_empty_grid(fill: mtf.Op) -> None:
     # As TVM: a shape with a zero is launched as one with a one, and kernels check their bounds.
     mx.eval(fill(value=2.5, n=0, blocks=0, threads=32))
+
+
+def test_module_takes_launch_arguments_in_the_order_of_its_tags() -> None:
+    source = """#include <metal_stdlib>
+using namespace metal;
+kernel void sizes(device int* x [[buffer(0)]], uint3 grid [[threadgroups_per_grid]],
+                  uint3 group [[threads_per_threadgroup]],
+                  uint3 b [[threadgroup_position_in_grid]],
+                  uint3 t [[thread_position_in_threadgroup]]) {
+  if (b.x + b.y + b.z + t.x + t.y + t.z == 0) {
+    x[0] = grid.x; x[1] = grid.y; x[2] = grid.z; x[3] = group.x; x[4] = group.y; x[5] = group.z;
+  }
+}
+"""
+    given = {"threadIdx.z": 2, "blockIdx.y": 3, "threadIdx.x": 4, "blockIdx.x": 5, "blockIdx.z": 6}
+    module = mtf.metal.module(
+        {"sizes": (source, "metal")},
+        {"sizes": {"arg_types": ["handle"], "launch_param_tags": list(given)}},
+    )
+    x = mx.zeros(6, mx.int32)
+    mx.eval(x)
+    module.sizes(x, *given.values())
+    assert x.tolist() == [5, 3, 6, 4, 1, 2]
