@@ -373,6 +373,8 @@ def test_waiting_for_another_framework_is_refused(make_stream):
 def test_a_null_handle_is_refused():
     with pytest.raises(ValueError, match="handle: expected the address of an mtf_stream, got 0"):
         mtf.StreamInterface(0)
+    with pytest.raises(TypeError, match="handle: expected the address of an mtf_stream, got str"):
+        mtf.StreamInterface("x")
 
 
 def test_the_interface_of_another_framework_from_python(make_stream, foreign):

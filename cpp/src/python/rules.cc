@@ -407,13 +407,14 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
     py_axes[i] = axes[i] < 0 ? py::object(py::none()) : py::object(py::int_(axes[i]));
   }
   py::object result = CallRule(name(), "vmap", rules_->vmap, keywords_, ToTuple(inputs), py_axes);
-  if (!py::isinstance<py::tuple>(result) || py::len(result) != 2) {
+  if (!py::isinstance<py::tuple>(result) || PyTuple_GET_SIZE(result.ptr()) != 2) {
     throw py::type_error(Where(name()) +
                          "vmap: expected a rule that returns (outputs, axes), got " +
                          TypeName(result) + ". Return a tuple of two.");
   }
   const std::vector<ShapeDtype>& specs = *outputs();
-  py::object out_axes = result[py::int_(1)];
+  auto pair = py::reinterpret_borrow<py::tuple>(result);
+  py::object out_axes = pair[1];
   if (!py::isinstance<py::sequence>(out_axes)) out_axes = py::make_tuple(out_axes);
   py::tuple axes_of_outputs = InRule(name(), "vmap", [&] { return ReadItems(out_axes); });
   if (axes_of_outputs.size() != specs.size()) {
@@ -426,7 +427,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> PyPrimitive::vmap(
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (axes[i] >= 0) batch = inputs[i].shape(axes[i]);
   }
-  auto read = ReadArrays(name(), "vmap", result[py::int_(0)], specs.size(), false);
+  auto read = ReadArrays(name(), "vmap", pair[0], specs.size(), false);
   std::vector<mx::array> arrays;
   std::vector<int> chosen;
   for (size_t i = 0; i < specs.size(); ++i) {

@@ -40,12 +40,19 @@ std::optional<StreamRef> NoneForNull(StreamRef stream) {
   return stream;
 }
 
-StreamRef FromHandle(uintptr_t handle) {
-  if (handle == 0) {
+StreamRef FromHandle(py::handle handle) {
+  if (PyLong_Check(handle.ptr()) == 0) {
+    throw py::type_error(std::string("[mlx_tvm_ffi.StreamInterface] handle: expected the address "
+                                     "of an mtf_stream, got ") +
+                         Py_TYPE(handle.ptr())->tp_name + ". Pass it as an integer.");
+  }
+  void* address = PyLong_AsVoidPtr(handle.ptr());
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  if (address == nullptr) {
     TVM_FFI_THROW(ValueError) << "[mlx_tvm_ffi.StreamInterface] handle: expected the address of an "
                                  "mtf_stream, got 0.";
   }
-  return StreamRef::Share(reinterpret_cast<mtf_stream*>(handle));
+  return StreamRef::Share(static_cast<mtf_stream*>(address));
 }
 
 py::object DeviceOf(const StreamRef& stream) {
@@ -181,7 +188,7 @@ void BindStream(py::module_& module) {
                         "Encoder, device and queue are addresses; None where there is none.")
       // Made by __new__, so that there is none without a stream; __init__ finds it made.
       .def_static(
-          "__new__", [](py::handle, uintptr_t handle) { return FromHandle(handle); },
+          "__new__", [](py::handle, py::handle handle) { return FromHandle(handle); },
           py::arg("cls"), py::arg("handle"))
       .def("__reduce__",
            [](const StreamRef&) -> py::object {
