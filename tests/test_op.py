@@ -919,6 +919,6 @@ def work():
     ],
 )
 def test_the_interpreter_ends_with_work_pending(run_python, library_path, kernel, main):
-    code = EXIT.format(path=str(library_path("kernels")), kernel=kernel, main=main, rounds=20)
+    code = EXIT.format(path=str(library_path("kernels")), kernel=kernel, main=main, rounds=8)
     for _ in range(3):
         assert run_python(code).stderr == ""
