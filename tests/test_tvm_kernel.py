@@ -38,7 +38,8 @@ def test_model_runs_with_the_kernel(tmp_path, monkeypatch, capsys):
     spec.loader.exec_module(example)
     # Two of its sentences: it embeds them a dozen times.
     monkeypatch.setattr(example, "SENTENCES", example.SENTENCES[6:8])
-    monkeypatch.setattr("sys.argv", ["run.py", str(compile_gelu(tmp_path, "cpu"))])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run.py", compile_gelu(tmp_path, "cpu").name])
     example.main()
     printed = capsys.readouterr().out
     assert "A kitten sleeps on the sofa.  ->  2: The cat is napping on the couch." in printed
