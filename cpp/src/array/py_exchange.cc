@@ -32,6 +32,23 @@ Place CurrentPlace() {
   return {device, GetBackend(device)};
 }
 
+// The array evaluated and waited for, without Python's lock. Not inlined: most arrays are ready.
+[[gnu::noinline]] DLManagedTensorVersioned* LendWhenReady(const mx::array& array,
+                                                          const Place& place) {
+  mx::array held = array;  // its object may be given another value while Python runs on
+  {
+    pybind11::gil_scoped_release release;
+    try {
+      place.backend.Prepare(held);
+    } catch (const std::runtime_error& error) {
+      Rethrow("[mlx_tvm_ffi.direct_call] argument: ", error);
+    }
+  }
+  DLManagedTensorVersioned* tensor = Lend(held, place.device, place.backend);
+  place.backend.Start(held);
+  return tensor;
+}
+
 int FromPyObject(void* object, DLManagedTensorVersioned** out) {
   try {
     mx::array* array = AsArray(static_cast<PyObject*>(object));
@@ -49,23 +66,13 @@ int FromPyObject(void* object, DLManagedTensorVersioned** out) {
           "mx.grad, mx.compile, mx.vmap or the like. Make the kernel an op with mlx_tvm_ffi.op.");
       return -1;
     }
-    auto [device, backend] = CurrentPlace();
-    if (backend.Ready(*array)) {
-      *out = Lend(*array, device, backend);
-      backend.Start(*array);
-      return 0;
+    Place place = CurrentPlace();
+    if (place.backend.Ready(*array)) {
+      *out = Lend(*array, place.device, place.backend);
+      place.backend.Start(*array);
+    } else {
+      *out = LendWhenReady(*array, place);
     }
-    mx::array held = *array;  // `object` may be given another value while Python runs on
-    {
-      pybind11::gil_scoped_release release;
-      try {
-        backend.Prepare(held);
-      } catch (const std::runtime_error& error) {
-        Rethrow("[mlx_tvm_ffi.direct_call] argument: ", error);
-      }
-    }
-    *out = Lend(held, device, backend);
-    backend.Start(held);
     return 0;
   } catch (...) {
     SetPythonError();

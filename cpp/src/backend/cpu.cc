@@ -3,6 +3,7 @@
 #include <mlx/backend/cpu/encoder.h>
 #include <mlx/scheduler.h>
 #include <mlx/transforms.h>
+#include <mlx/version.h>
 #include <tvm/ffi/error.h>
 
 #include <algorithm>
@@ -65,13 +66,18 @@ class CpuBackend final : public Backend {
       if (probe == nullptr) ThrowNoMemory(array);
       std::free(probe);
     }
-    array.set_data(mx::allocator::malloc(bytes));
-    if (array.buffer().ptr() == nullptr) ThrowNoMemory(array);
-    size_t past = reinterpret_cast<std::uintptr_t>(array.data<char>()) % kAlignment;
-    if (past == 0) return;
-    mx::Strides strides = array.strides();
-    array.copy_shared_buffer(array, strides, array.flags(), array.data_size(),
-                             static_cast<int64_t>((kAlignment - past) / array.itemsize()));
+    auto memory = mx::allocator::malloc(bytes);
+#if MLX_VERSION_NUMERIC >= 32004
+    mx::allocator::Buffer buffer = memory.buffer();
+#else
+    mx::allocator::Buffer buffer = memory;
+#endif
+    if (buffer.ptr() == nullptr) ThrowNoMemory(array);
+    size_t past = reinterpret_cast<std::uintptr_t>(buffer.raw_ptr()) % kAlignment;
+    auto longest = std::max_element(array.shape().begin(), array.shape().end());
+    bool is_column = array.size() <= 1 || array.size() == static_cast<size_t>(*longest);
+    array.set_data(std::move(memory), array.size(), array.strides(), {true, true, is_column},
+                   static_cast<int64_t>((kAlignment - past) % kAlignment));
   }
 
   void Evaluate(mx::Primitive& primitive, const std::vector<mx::array>& inputs,
