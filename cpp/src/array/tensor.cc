@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstring>
 #include <limits>
 #include <mutex>
@@ -14,13 +13,7 @@
 #include <unordered_map>
 #include <utility>
 
-// A few bytes of the room that every thread has anyway: an access is one instruction and not a
-// call.
-#if defined(__linux__)
-#define MLX_TVM_FFI_STATIC_TLS __attribute__((tls_model("initial-exec")))
-#else
-#define MLX_TVM_FFI_STATIC_TLS
-#endif
+#include "array/pool.h"
 
 namespace mlx_tvm_ffi {
 
@@ -28,8 +21,34 @@ namespace {
 
 constexpr int kInlineDims = 8;
 
+// By the number of MLX's dtype.
+constexpr std::array<DLDataType, 14> kDLPackDtypes = {{{kDLBool, 8, 1},
+                                                       {kDLUInt, 8, 1},
+                                                       {kDLUInt, 16, 1},
+                                                       {kDLUInt, 32, 1},
+                                                       {kDLUInt, 64, 1},
+                                                       {kDLInt, 8, 1},
+                                                       {kDLInt, 16, 1},
+                                                       {kDLInt, 32, 1},
+                                                       {kDLInt, 64, 1},
+                                                       {kDLFloat, 16, 1},
+                                                       {kDLFloat, 32, 1},
+                                                       {kDLFloat, 64, 1},
+                                                       {kDLBfloat, 16, 1},
+                                                       {kDLComplex, 64, 1}}};
+static_assert(static_cast<size_t>(mx::Dtype::Val::complex64) + 1 == kDLPackDtypes.size());
+
+void ReturnLent(DLManagedTensorVersioned* managed);
+
 /*! \brief A managed tensor of the pool: it holds an array, or the owner of some other memory. */
 struct Lent {
+  Lent() {
+    managed.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
+    managed.manager_ctx = this;
+    managed.deleter = ReturnLent;
+    managed.flags = 0;
+  }
+
   DLManagedTensorVersioned managed;
   std::optional<mx::array> array;
   std::shared_ptr<void> owner;
@@ -39,143 +58,44 @@ struct Lent {
   std::array<int64_t, 2 * kInlineDims> inline_dims;
 };
 
-void ReturnLent(DLManagedTensorVersioned* managed);
-
-/*!
- * \brief Where managed tensors come from and go back to: a free list per thread, refilled from one
- * list of the process. Slabs are never freed, so an address can be recognised as ours without a
- * lock.
- */
-class Pool {
+/*! \brief The managed tensors whose dims do not fit into them. */
+class WideTensors {
  public:
-  static Pool& Get() {
-    static Pool* pool = new Pool;  // leaked: deleters may run at exit
-    return *pool;
+  static WideTensors& Get() {
+    static WideTensors* tensors = new WideTensors;  // leaked: deleters may run at exit
+    return *tensors;
   }
 
-  Lent* Take() {
-    ThreadList& list = local_;
-    if (list.head == nullptr) Refill(&list);
-    Lent* lent = list.head;
-    list.head = lent->next;
-    --list.size;
-    return lent;
-  }
-
-  void Give(Lent* lent) {
-    ThreadList& list = local_;
-    lent->next = list.head;
-    list.head = lent;
-    if (++list.size == 1) CloseAtThreadsEnd();
-    if (list.size > 2 * kBatch || list.closed) Return(&list, list.closed ? 0 : kBatch);
-  }
-
-  /*! \brief Gives a tensor dims that do not fit into it. */
-  [[gnu::noinline]] int64_t* AddWide(Lent* lent, int ndim) {
+  // Not inlined, as Remove: what each call needs stays short.
+  [[gnu::noinline]] int64_t* Add(Lent* lent, int ndim) {
     lent->wide_dims = std::make_unique<int64_t[]>(2 * static_cast<size_t>(ndim));
     std::lock_guard<std::mutex> lock(mutex_);
-    wide_.emplace(lent->wide_dims.get(), lent);
+    tensors_.emplace(lent->wide_dims.get(), lent);
     return lent->wide_dims.get();
   }
 
-  // Not inlined, as others here: what each call needs stays short.
-  [[gnu::noinline]] void RemoveWide(Lent* lent) {
+  [[gnu::noinline]] void Remove(Lent* lent) {
     std::lock_guard<std::mutex> lock(mutex_);
-    wide_.erase(lent->wide_dims.get());
+    tensors_.erase(lent->wide_dims.get());
     lent->wide_dims.reset();
   }
 
-  /*! \brief The managed tensor of `ndim` dimensions whose shape `dims` is; null where it is not
-   * one of ours. */
-  Lent* Find(const int64_t* dims, int ndim) {
-    if (ndim > kInlineDims) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      auto found = wide_.find(dims);
-      return found == wide_.end() ? nullptr : found->second;
-    }
-    auto address = reinterpret_cast<std::uintptr_t>(dims);
-    for (size_t i = 0, n = slab_count_.load(std::memory_order_acquire); i < n; ++i) {
-      auto begin = reinterpret_cast<std::uintptr_t>(slabs_[i].begin);
-      if (address >= begin && address < begin + slabs_[i].count * sizeof(Lent)) {
-        return slabs_[i].begin + (address - begin) / sizeof(Lent);
-      }
-    }
-    return nullptr;
+  Lent* Find(const int64_t* dims) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = tensors_.find(dims);
+    return found == tensors_.end() ? nullptr : found->second;
   }
 
  private:
-  static constexpr size_t kBatch = 64;
-
-  // Without a destructor, so that each access is a plain one; Closer gives the rest back at the
-  // thread's end.
-  struct ThreadList {
-    Lent* head;
-    size_t size;
-    bool closed;
-  };
-  struct Closer {
-    ~Closer() {
-      local_.closed = true;
-      Get().Return(&local_, 0);
-    }
-  };
-
-  struct Slab {
-    Lent* begin;
-    size_t count;
-  };
-
-  static void CloseAtThreadsEnd() {
-    static thread_local Closer closer;
-    (void)closer;
-  }
-
-  [[gnu::noinline]] void Refill(ThreadList* list) {
-    CloseAtThreadsEnd();
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (free_ == nullptr) AddSlab();
-    for (size_t i = 0; i < kBatch && free_ != nullptr; ++i) {
-      Lent* lent = std::exchange(free_, free_->next);
-      lent->next = std::exchange(list->head, lent);
-      ++list->size;
-    }
-  }
-
-  [[gnu::noinline]] void Return(ThreadList* list, size_t keep) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    while (list->size > keep) {
-      Lent* lent = std::exchange(list->head, list->head->next);
-      lent->next = std::exchange(free_, lent);
-      --list->size;
-    }
-  }
-
-  // Each slab is twice the last, so that few are enough for any number of tensors.
-  void AddSlab() {
-    size_t index = slab_count_.load(std::memory_order_relaxed);
-    size_t count = kBatch << index;
-    Lent* begin = new Lent[count];
-    for (size_t i = 0; i < count; ++i) {
-      begin[i].managed.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
-      begin[i].managed.manager_ctx = begin + i;
-      begin[i].managed.deleter = ReturnLent;
-      begin[i].managed.flags = 0;
-      begin[i].next = std::exchange(free_, begin + i);
-    }
-    slabs_[index] = {begin, count};
-    slab_count_.store(index + 1, std::memory_order_release);
-  }
-
-  static thread_local ThreadList local_ MLX_TVM_FFI_STATIC_TLS;
-
-  std::mutex mutex_;  // of the process's list and of wide_
-  Lent* free_ = nullptr;
-  std::unordered_map<const int64_t*, Lent*> wide_;
-  std::array<Slab, 40> slabs_;
-  std::atomic<size_t> slab_count_{0};
+  std::mutex mutex_;
+  std::unordered_map<const int64_t*, Lent*> tensors_;
 };
 
-constinit thread_local Pool::ThreadList Pool::local_ MLX_TVM_FFI_STATIC_TLS{nullptr, 0, false};
+/*! \brief The managed tensor of `ndim` dimensions whose shape `dims` is; null where it is not one
+ * of ours. */
+Lent* FindLent(const int64_t* dims, int ndim) {
+  return ndim > kInlineDims ? WideTensors::Get().Find(dims) : Pool<Lent>::Get().Find(dims);
+}
 
 void ReturnLent(DLManagedTensorVersioned* managed) {
   Lent* lent = reinterpret_cast<Lent*>(managed);
@@ -185,13 +105,13 @@ void ReturnLent(DLManagedTensorVersioned* managed) {
   } else {
     lent->owner.reset();
   }
-  if (lent->wide_dims != nullptr) Pool::Get().RemoveWide(lent);
-  Pool::Get().Give(lent);
+  if (lent->wide_dims != nullptr) WideTensors::Get().Remove(lent);
+  Pool<Lent>::Get().Give(lent);
 }
 
 Lent* NewLent(int ndim, int64_t** dims) {
-  Lent* lent = Pool::Get().Take();
-  *dims = ndim > kInlineDims ? Pool::Get().AddWide(lent, ndim) : lent->inline_dims.data();
+  Lent* lent = Pool<Lent>::Get().Take();
+  *dims = ndim > kInlineDims ? WideTensors::Get().Add(lent, ndim) : lent->inline_dims.data();
   return lent;
 }
 
@@ -285,38 +205,15 @@ std::string NameOf(DLDataType dtype) {
 }
 
 DLDataType ToDLPack(mx::Dtype dtype) {
-  auto make = [](DLDataTypeCode code, int bits) {
-    return DLDataType{static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1};
-  };
-  switch (dtype.val()) {
-    case mx::Dtype::Val::bool_:
-      return make(kDLBool, 8);
-    case mx::Dtype::Val::uint8:
-    case mx::Dtype::Val::uint16:
-    case mx::Dtype::Val::uint32:
-    case mx::Dtype::Val::uint64:
-      return make(kDLUInt, 8 * dtype.size());
-    case mx::Dtype::Val::int8:
-    case mx::Dtype::Val::int16:
-    case mx::Dtype::Val::int32:
-    case mx::Dtype::Val::int64:
-      return make(kDLInt, 8 * dtype.size());
-    case mx::Dtype::Val::float16:
-    case mx::Dtype::Val::float32:
-    case mx::Dtype::Val::float64:
-      return make(kDLFloat, 8 * dtype.size());
-    case mx::Dtype::Val::bfloat16:
-      return make(kDLBfloat, 16);
-    case mx::Dtype::Val::complex64:
-      return make(kDLComplex, 64);
-  }
+  size_t number = static_cast<size_t>(dtype.val());
+  if (number < kDLPackDtypes.size()) return kDLPackDtypes[number];
   TVM_FFI_THROW(InternalError)
       << "[mlx_tvm_ffi.array] dtype: unknown to this build of mlx_tvm_ffi.";
   TVM_FFI_UNREACHABLE();
 }
 
 mx::Dtype FromDLPack(DLDataType dtype) {
-  static const std::array<mx::Dtype, 14> kAll = {
+  static const std::array<mx::Dtype, kDLPackDtypes.size()> kAll = {
       mx::bool_, mx::uint8, mx::uint16,  mx::uint32,  mx::uint64,  mx::int8,     mx::int16,
       mx::int32, mx::int64, mx::float16, mx::float32, mx::float64, mx::bfloat16, mx::complex64};
   for (const mx::Dtype& candidate : kAll) {
@@ -378,7 +275,7 @@ DLManagedTensorVersioned* LendMemory(const DLTensor& tensor, std::shared_ptr<voi
 }
 
 mx::array ToArray(const DLTensor& tensor) {
-  Lent* lent = Pool::Get().Find(tensor.shape, tensor.ndim);
+  Lent* lent = FindLent(tensor.shape, tensor.ndim);
   if (lent != nullptr && lent->array.has_value()) {
     const DLTensor& known = lent->managed.dl_tensor;
     if (known.data == tensor.data && known.byte_offset == tensor.byte_offset &&

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "array/pool.h"
 #include "backend/backend.h"
 #include "op/kernel.h"
 #include "op/launch.h"
@@ -86,7 +87,8 @@ class Evaluation {
   void Encode(const std::vector<mx::array>& inputs) {
     backend_.Encode(
         stream_, inputs, outputs_,
-        std::make_shared<KernelLaunch>(call_, backend_, stream_, inputs, outputs_, at_once_));
+        std::allocate_shared<KernelLaunch>(PoolAllocator<KernelLaunch>(), call_, backend_, stream_,
+                                           inputs, outputs_, at_once_));
   }
 
   // Memory of its own with the input's values, row-contiguous, by MLX's own primitive.
