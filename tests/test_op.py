@@ -342,10 +342,9 @@ class OnDemand(list):
 
 
 def test_items_made_on_demand(kernels):
-    y = mtf.op(kernels.scale, outputs=mtf.ShapeDtype(mx.array([1000, 2]), mx.float32))
-    assert y(mx.ones((1000, 2)), factor=2.0).shape == (1000, 2)
-    y = mtf.op(kernels.scale, outputs=mtf.ShapeDtype(np.array([1000, 2]), mx.float32))
-    assert y(mx.ones((1000, 2)), factor=2.0).shape == (1000, 2)
+    for shape in (np.array([1000, 2]), OnDemand((500, 1), lambda i: 2 * i)):
+        op = mtf.op(kernels.scale, outputs=mtf.ShapeDtype(shape, mx.float32))
+        assert op(mx.ones((1000, 2)), factor=2.0).shape == (1000, 2)
     specs = OnDemand(range(3), lambda i: mtf.ShapeDtype((1000 + i,), mx.float32))
     assert [y.shape for y in mtf.op(kernels.add_one, outputs=specs)(X)] == [
         (1000,),
