@@ -128,6 +128,47 @@ def test_siblings_that_are_never_evaluated_leave_nothing_behind(kernels, kind):
     assert mx.get_active_memory() == before
 
 
+# What MLX does not count: the process's own memory, for each way to a stream.
+HOST = """
+import gc, resource, sys
+import mlx.core as mx, tvm_ffi
+import mlx_tvm_ffi as mtf
+kernels = tvm_ffi.load_module({path!r})
+add_one = mtf.op(kernels.add_one, outputs=lambda x: x)
+stream, local = mx.new_stream(mx.cpu), mx.new_thread_local_stream(mx.cpu)
+x, y = mx.zeros(4), mx.zeros(4)
+mx.eval(x, y)
+def run(rounds):
+    for _ in range(rounds):
+        {body}
+    mx.synchronize()
+    gc.collect()
+    unit = 1024 if sys.platform == "linux" else 1 << 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+before = run({rounds} // 5)
+print(run({rounds}) - before)
+"""
+CALL = "kernels.add_one(x, y)"
+WAYS = {
+    "scope": (100_000, "with mtf.stream(stream): pass"),
+    "scope of a device": (100_000, "with mtf.stream(mx.cpu): pass"),
+    "scope of a thread-local stream": (100_000, "with mtf.stream(local): pass"),
+    "current stream": (100_000, "mtf.current_stream(mx.cpu).acquire_encoder()"),
+    "call": (100_000, CALL),
+    "call in a scope": (100_000, f"with mtf.stream(stream): {CALL}"),
+    "op": (25_000, "mx.eval(add_one(x))"),
+    "op on a stream": (25_000, "mx.eval(add_one(x, stream=stream))"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_host_memory_stays_flat(run_python, library_path, way):
+    rounds, body = WAYS[way]
+    code = HOST.format(path=str(library_path("kernels")), rounds=rounds, body=body)
+    lost = float(run_python(code).stdout) * (1 << 20) / rounds
+    assert lost < 40  # bytes a round: less than the smallest object with a count of references
+
+
 def test_threads_that_only_drop_tensors(run_python):
     code = """
 import threading
