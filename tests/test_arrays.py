@@ -44,6 +44,11 @@ LAYOUTS: dict[str, Any] = {
     "broadcast": lambda x: (np if isinstance(x, np.ndarray) else mx).broadcast_to(
         x[:, 1:2], (2, 5, 4)
     ),
+    "overlapping": lambda x: (
+        np.lib.stride_tricks.sliding_window_view(x.reshape(-1), 5)
+        if isinstance(x, np.ndarray)
+        else mx.as_strided(x.reshape(-1), (20, 5), (1, 1))
+    ),
     "0-d": lambda x: x[1, 2, 3],
     "one element": lambda x: x[1:, 2:, 3:],
     "empty": lambda x: x[:, 3:],
@@ -374,6 +379,61 @@ def test_skipping_the_exchange_warns_and_stays_right(run_python, library_path):
     assert result.stderr.count("RuntimeWarning: [mlx_tvm_ffi] direct calls go through") == 1
     assert "since TVM_FFI_SKIP_DLPACK_C_EXCHANGE_API=1 is set" in result.stderr
     assert "Unset it." in result.stderr
+
+
+# Waits for what reads the buffer, sees every layout, and takes no tracer for a constant.
+SLOW = """
+import gc, threading
+import mlx.core as mx, numpy as np, tvm_ffi
+import mlx_tvm_ffi as mtf
+kernels = tvm_ffi.load_module({path!r})
+x = mx.zeros(3)
+mx.eval(x)
+kernels.close_gate()
+y = mtf.op(kernels.add_one_behind_gate, outputs=x)(x)
+mx.async_eval(y)
+def open_gate():
+    kernels.await_waiter()
+    returned.wait(0.2)
+    kernels.open_gate()
+returned = threading.Event()
+thread = threading.Thread(target=open_gate)
+thread.start()
+kernels.fill(x, 7.0)
+returned.set()
+thread.join()
+assert y.tolist() == [1] * 3 and x.tolist() == [7] * 3, (y, x)
+
+base = mx.zeros(6)
+kernels.fill(base[2:4], 7.0)
+assert base.tolist() == [0, 0, 7, 7, 0, 0], base
+z = mx.arange(24).reshape(4, 6)
+for view in (z.T, z[::-1, ::2], mx.broadcast_to(z[:1], (3, 6)), z[1, 2], z[:0]):
+    result = mx.full(view.shape, 77)
+    kernels.copy_view(view, result)
+    assert mx.array_equal(result, view), result
+
+fresh = kernels.fresh(z * 1)
+assert isinstance(fresh, tvm_ffi.Tensor)
+gc.collect()
+mx.eval([mx.zeros((4, 6)) + i for i in range(16)])
+assert np.from_dlpack(fresh).tolist() == z.tolist()
+
+for traced in (mx.compile, mx.vmap, lambda f: mx.grad(lambda a: f(a).sum())):
+    try:
+        traced(lambda a: (kernels.fresh(a), a)[1])(x)
+    except ValueError as error:
+        assert "mlx_tvm_ffi.op" in str(error), error
+    else:
+        raise AssertionError(traced)
+"""
+
+
+def test_skipping_the_exchange_changes_no_result(run_python, library_path):
+    run_python(
+        SLOW.format(path=str(library_path("kernels"))),
+        env={"TVM_FFI_SKIP_DLPACK_C_EXCHANGE_API": "1"},
+    )
 
 
 BEFORE = """
