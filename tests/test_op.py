@@ -824,6 +824,28 @@ def test_kernels_made_and_dropped_under_compile_keep_their_results(kernels):
         assert mx.compile(lambda x, op=op: op(x) + 0)(X).tolist() == [i, 2 * i, 3 * i]
 
 
+def test_kernels_and_rules_dropped_while_they_are_traced_keep_their_results(kernels):
+    # As above, but inside one graph, where equal calls would be merged.
+    def function(x):
+        total = 0
+        for i in range(1, 6):
+            scale = mtf.op(
+                lambda x, y, factor=float(i): kernels.scale(x, y, factor),
+                outputs=lambda x: x,
+                vjp=lambda _, cotangent, __, factor=i: cotangent * factor,
+            )
+            ones = mtf.op(kernels.fill, outputs=lambda n=i, **_: mtf.ShapeDtype((n,), mx.float32))
+            total = total + scale(x).sum() + ones(value=1.0).sum()
+            del scale, ones
+        return total
+
+    compiled = mx.compile(mx.value_and_grad(function))
+    for _ in range(3):
+        value, gradient = compiled(X)
+        assert value.item() == 6 * 15 + 15
+        assert gradient.tolist() == [15] * 3
+
+
 def test_checkpointed(kernels):
     op = mtf.op(
         kernels.add_one, outputs=lambda x: x, vjp=lambda _, cotangents, _outputs: cotangents
