@@ -132,6 +132,43 @@ def test_group_larger_than_grid() -> None:
     np.testing.assert_array_equal(np.array(scale()(mx.array(a), factor=1.0, shift=0)), a)
 
 
+NUMBER = """#include <metal_stdlib>
+using namespace metal;
+kernel void number(device int* y [[buffer(0)]], constant int& width [[buffer(1)]],
+                   constant int& height [[buffer(2)]], uint3 i [[thread_position_in_grid]]) {
+  y[(int(i.z) * height + int(i.y)) * width + int(i.x)] = int(i.x + 100 * i.y + 10000 * i.z) + 1;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("grid", "group"),
+    [
+        ((65, 1, 1), (64, 1, 1)),
+        ((3, 5, 1), (32, 8, 1)),
+        ((33, 9, 2), (32, 8, 1)),
+        ((1, 1, 7), (4, 4, 4)),
+        ((1, 1, 1), (1024, 1, 1)),
+    ],
+)
+def test_groups_that_stick_out_of_the_grid(
+    grid: tuple[int, int, int], group: tuple[int, int, int]
+) -> None:
+    width, height, depth = grid
+    number = mtf.metal.kernel(
+        "number",
+        NUMBER,
+        outputs=mtf.ShapeDtype((depth, height, width), mx.int32),
+        buffers=["rets.0", ("attrs.width", mx.int32), ("attrs.height", mx.int32)],
+        grid=grid,
+        threadgroup=group,
+    )
+    z, y, x = np.indices((depth, height, width))
+    np.testing.assert_array_equal(
+        np.array(number(width=width, height=height)), x + 100 * y + 10000 * z + 1
+    )
+
+
 def test_wrong_scalar() -> None:
     x = mx.ones(4)
     with pytest.raises(RuntimeError, match=r"TypeError: .*argument 3: expected an int, got float"):

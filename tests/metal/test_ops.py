@@ -16,6 +16,7 @@ import pytest
 import mlx_tvm_ffi as mtf
 
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Callable
 
     import tvm_ffi
@@ -63,6 +64,20 @@ def test_encoder_is_mlx_own_and_never_null(kernels: tvm_ffi.Module, data: Data) 
         assert nested == encoder
         assert device
         assert queue == 0
+
+
+def test_stream_as_a_parameter(kernels: tvm_ffi.Module, add_one: mtf.Op, data: Data) -> None:
+    seen = []
+
+    def kernel(stream: ctypes.c_void_p, x: tvm_ffi.Tensor, y: tvm_ffi.Tensor) -> None:
+        seen.append((stream.value, mtf.current_stream().handle))
+        kernels.add_one(x, y)
+
+    op = mtf.op(kernel, outputs=lambda x: x, arg_spec=["ctx.stream", "args", "rets"])
+    x = data()
+    check(add_one(op(op(x))), np.array(x) + 3)
+    assert len(seen) == 2
+    assert all(given == current for given, current in seen)
 
 
 def test_chain_costs_what_mlx_own_chain_costs(
