@@ -42,6 +42,13 @@ def test_requires_the_tvm_ffi_that_import_accepts():
     assert sorted(clauses) == sorted(_versions.TVM_FFI_RANGE.split(","))
 
 
+def test_free_threaded_python_is_not_promised():
+    # No build of MLX is for it, so nothing here has run on it.
+    classifiers = importlib.metadata.metadata("mlx-tvm-ffi").get_all("Classifier") or []
+    assert [line for line in classifiers if "Typed" in line]
+    assert not [line for line in classifiers if "Free Threading" in line]
+
+
 def test_checkout_builds_with_what_pip_builds_with():
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
