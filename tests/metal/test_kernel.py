@@ -13,6 +13,8 @@ import pytest
 import mlx_tvm_ffi as mtf
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import tvm_ffi
 
 pytestmark = pytest.mark.metal
@@ -334,22 +336,26 @@ kernel void adjust(const device float* x [[buffer(0)]], device float* y [[buffer
 
 
 @pytest.fixture(scope="module")
-def metallib(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Compile SCALE."""
-    source = tmp_path_factory.mktemp("metallib") / "scale.metal"
-    library = source.with_suffix(".metallib")
-    source.write_text(SCALE)
-    simulated = os.environ.get("METAL_SIM_MSLC")
-    if simulated is not None:
-        subprocess.run(f"{simulated} {source} {library}", shell=True, check=True)
-        return b"MTLB" + library.read_bytes()
-    subprocess.run(["xcrun", "metal", source, "-o", library], check=True)
-    return library.read_bytes()
+def compile_metallib(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
+    """Compile Metal source to a metallib."""
+
+    def compile_metallib(text: str) -> bytes:
+        source = tmp_path_factory.mktemp("metallib") / "source.metal"
+        library = source.with_suffix(".metallib")
+        source.write_text(text)
+        simulated = os.environ.get("METAL_SIM_MSLC")
+        if simulated is not None:
+            subprocess.run(f"{simulated} {source} {library}", shell=True, check=True)
+            return b"MTLB" + library.read_bytes()
+        subprocess.run(["xcrun", "metal", source, "-o", library], check=True)
+        return library.read_bytes()
+
+    return compile_metallib
 
 
-def test_metallib(metallib: bytes) -> None:
+def test_metallib(compile_metallib: Callable[[str], bytes]) -> None:
     a = random(50)
-    y = scale(metallib)(mx.array(a), factor=2.0, shift=1)
+    y = scale(compile_metallib(SCALE))(mx.array(a), factor=2.0, shift=1)
     np.testing.assert_array_equal(np.array(y), a * 2 + 1)
 
 
@@ -358,8 +364,8 @@ def test_damaged_metallib() -> None:
         mx.eval(scale(b"MTLB" + b"\0" * 100)(mx.ones(4), factor=1.0, shift=0))
 
 
-@pytest.fixture
-def fill() -> mtf.Op:
+@pytest.fixture(params=["metal", "metallib"])
+def fill(request: pytest.FixtureRequest, compile_metallib: Callable[[str], bytes]) -> mtf.Op:
     """A kernel called as TVM calls its own."""
     source = """#include <metal_stdlib>
 using namespace metal;
@@ -370,8 +376,9 @@ kernel void fill(device float* x [[buffer(0)]], constant fill_args_t& arg [[buff
   if (int(b * 32 + t) < arg.n[0]) x[b * 32 + t] = arg.value[0];
 }
 """
+    payload = source if request.param == "metal" else compile_metallib(source)
     module = mtf.metal.module(
-        {"fill": (source, "metal")},
+        {"fill": (payload, request.param)},
         {
             "fill": {
                 "arg_types": ["handle", "float32", "int32"],
