@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -182,6 +184,21 @@ def test_kernel_of_the_example(gelu: mtf.Op) -> None:
     expected = x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
     np.testing.assert_allclose(np.array(gelu(mx.array(x))), expected, atol=1e-5)
     np.testing.assert_allclose(np.array(gelu(mx.array(x)[1:])), expected[1:], atol=1e-5)
+
+
+def test_kernel_folder(kernels_path: Path, tmp_path: Path) -> None:
+    variant = tmp_path / "build" / "tvm-ffi-metal"
+    variant.mkdir(parents=True)
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    shutil.copy(kernels_path, variant / f"kernels{suffix}")
+    a, b = random(100), random(100)
+    add = mtf.load_kernel(tmp_path, name="add")
+    y = mtf.op(add, outputs=like_first)(mx.array(a), mx.array(b))
+    np.testing.assert_array_equal(np.array(y), a + b)
+    x, z = mx.array(a), mx.zeros(100)
+    mx.eval(x, z)
+    add(x, x, z)
+    np.testing.assert_array_equal(np.array(z), a + a)
 
 
 def tilelang(name: str) -> object:
