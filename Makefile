@@ -26,6 +26,7 @@ build: $(VENV)/.build
 	$(PIP) install -q --no-build-isolation --no-deps -C build-dir=build/$(VENV) -e .
 
 # The wheel as pip builds it alone, tested from outside the source folder, which would shadow it.
+# Then with the lowest tvm-ffi, since one binary serves all: the build took the newest.
 wheel-test: VENV = .venv-wheel
 wheel-test:
 	rm -rf .venv-wheel build/wheel
@@ -33,6 +34,9 @@ wheel-test:
 	$(PIP) wheel -q --no-deps -w build/wheel .
 	$(PIP) install -q "$$(echo build/wheel/*.whl)[cpu]"
 	cd build/wheel && $(CURDIR)/$(BIN)/python -m pytest -c ../../pyproject.toml ../../tests $(ARGS)
+	$(PIP) install -q apache-tvm-ffi==0.1.11
+	cd build/wheel && $(CURDIR)/$(BIN)/python -m pytest -c ../../pyproject.toml \
+	  ../../tests/test_arrays.py ../../tests/test_direct_calls.py ../../tests/test_op.py ../../tests/test_stream_cpp.py $(ARGS)
 
 # Kernels that the real TVM and the real TileLang make, each in an environment of its own (TileLang's,
 # with torch, takes 1.3 GB), for tests that skip without them.
