@@ -111,11 +111,12 @@ def test_several_outputs(kernels, form):
     assert_equal(difference, (A - B[0]).T)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
 @pytest.mark.parametrize("form", ["sequential", "broadcast"])
-def test_an_empty_batch(kernels, form):
+def test_an_empty_batch_and_empty_elements(kernels, form, shape):
     op = mtf.op(kernels.multiply, outputs=lambda a, _: a, vmap=form)
-    got = mx.vmap(op)(mx.zeros((0, 4)), mx.zeros((0, 4)))
-    assert got.shape == (0, 4)
+    got = mx.vmap(op)(mx.zeros(shape), mx.zeros(shape))
+    assert got.shape == shape
     mx.eval(got)
 
 

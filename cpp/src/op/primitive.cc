@@ -49,6 +49,15 @@ bool Same(const std::vector<ShapeDtype>& a, const std::vector<ShapeDtype>& b) {
   TVM_FFI_UNREACHABLE();
 }
 
+// A view, which mx::take would copy.
+mx::array Element(const mx::array& batched, int axis, int i, const mx::Stream& stream) {
+  mx::Shape start(batched.ndim(), 0);
+  mx::Shape stop = batched.shape();
+  start[static_cast<size_t>(axis)] = i;
+  stop[static_cast<size_t>(axis)] = i + 1;
+  return mx::squeeze(mx::slice(batched, start, stop, stream), axis, stream);
+}
+
 // One call for each element of the batch, its outputs stacked.
 std::vector<mx::array> MapSequentially(KernelPrimitive& primitive,
                                        const std::vector<mx::array>& inputs,
@@ -59,7 +68,7 @@ std::vector<mx::array> MapSequentially(KernelPrimitive& primitive,
     std::vector<mx::array> elements;
     for (size_t i = 0; i < inputs.size(); ++i) {
       elements.push_back(axes[i] < 0 ? inputs[i]
-                                     : mx::take(inputs[i], b, axes[i], primitive.stream()));
+                                     : Element(inputs[i], axes[i], b, primitive.stream()));
     }
     std::vector<mx::array> results = Apply(primitive.Clone(primitive.outputs()), elements);
     for (size_t i = 0; i < results.size(); ++i) parts[i].push_back(results[i]);
