@@ -403,6 +403,28 @@ def test_with_mlx_on_the_cpu(add_one: mtf.Op, data: Data) -> None:
     check(y, np.array(x) + 12)
 
 
+def test_gradients(kernels: tvm_ffi.Module, add_one: mtf.Op, data: Data) -> None:
+    add = mtf.op(
+        kernels.add, outputs=lambda a, _: a, vjp=lambda _, cotangent, __: [add_one(cotangent), None]
+    )
+    a, b = data(), data()
+    check(mx.grad(lambda a, b: (add(add(a, b), b) * b).sum())(a, b), np.array(b) + 2)
+
+
+def test_vmap(kernels: tvm_ffi.Module, data: Data) -> None:
+    add = mtf.op(kernels.add, outputs=lambda a, _: a, vmap="broadcast")
+    a, b = (data().reshape(8, 4) for _ in range(2))
+    check(
+        mx.vmap(add, in_axes=(1, 0))(a, b.reshape(4, 8)), np.array(a).T + np.array(b).reshape(4, 8)
+    )
+
+
+def test_compile(add: mtf.Op, add_one: mtf.Op, data: Data) -> None:
+    compiled = mx.compile(lambda a, b: add(add_one(a), add(add_one(a), b)))
+    for a, b in ((data(), data()) for _ in range(3)):
+        check(compiled(a, b), 2 * (np.array(a) + 1) + np.array(b))
+
+
 def test_python_kernel_on_the_cpu_gets_what_the_gpu_has_not_committed(
     add_one: mtf.Op, data: Data
 ) -> None:
