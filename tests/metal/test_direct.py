@@ -249,12 +249,15 @@ def test_ops_and_calls_in_a_scope(kernels: tvm_ffi.Module, data: Data) -> None:
     check(x, expected)
 
 
-def test_allocated_results(scope: Callable, kernels: tvm_ffi.Module, data: Data) -> None:
+@pytest.mark.parametrize("kernel", ["make_one_more", "make_one_more_late"])
+def test_allocated_results(
+    scope: Callable, kernels: tvm_ffi.Module, data: Data, kernel: str
+) -> None:
     x = data()
     y = x
     with scope():
         for _ in range(10):
-            y = kernels.make_one_more(y)
+            y = kernels[kernel](y)
             assert isinstance(y, mx.array)
         z = y + 1
     check(y, values(x) + 10)
@@ -373,6 +376,21 @@ def test_tensors_made_before_need_a_scope(kernels: tvm_ffi.Module, data: Data) -
     check(z, expected)
     check(y, expected + 1)
     check(x, np.zeros(32, np.float32))
+
+
+def test_leaving_a_scope_commits_what_it_did_for_tensors_made_before(
+    sim: tvm_ffi.Module, kernels: tvm_ffi.Module, data: Data
+) -> None:
+    x, y = data(), data()
+    a, b = (kernels.tensor_at(kernels.where(array)[0], array.size) for array in (x, y))
+    mx.synchronize()
+    sim.reset_counts()
+    with mtf.stream():
+        kernels.add_one(a, b)
+        assert dict(sim.counts())["commits"] == 0
+    assert dict(sim.counts())["commits"] == 1
+    mx.synchronize()
+    check(y, values(x) + 1)
 
 
 def test_arrays_dropped_in_flight(

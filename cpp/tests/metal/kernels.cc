@@ -182,6 +182,14 @@ ffi::Tensor MakeOneMore(TensorView x) {
   return y;
 }
 
+// The same, with memory that was not there when the encoder was acquired.
+ffi::Tensor MakeOneMoreLate(TensorView x) {
+  Encoding encoding(x);
+  ffi::Tensor y = Allocate(x);
+  EncodeAddOne(encoding.encoder(), encoding.stream, x, y);
+  return y;
+}
+
 // Fails before, or after, it has written y.
 void Fail(TensorView x, TensorView y, bool after) {
   Encoding encoding(x);
@@ -278,6 +286,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_two, AddTwo);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_two_serially, AddTwoSerially);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(blit, Blit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_one_more, MakeOneMore);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_one_more_late, MakeOneMoreLate);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fail, Fail);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_one_unreleased, AddOneUnreleased);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(blit_unreleased, BlitUnreleased);
