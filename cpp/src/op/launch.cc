@@ -189,7 +189,10 @@ KernelLaunch::KernelLaunch(std::shared_ptr<const KernelCall> call, Backend& back
 KernelLaunch::~KernelLaunch() {
   // The last owner of a Python kernel needs Python's lock to let go, for which MLX may make this
   // thread wait for ever.
-  if (call_.use_count() == 1) Reap({KeepAlive()});
+  if (call_.use_count() == 1 && call_->kernel.use_count() == 1 &&
+      call_->kernel->function().use_count() == 1) {
+    Reap({KeepAlive()});
+  }
 }
 
 void KernelLaunch::Bind(const mx::array& array, const mx::Device& device, int64_t** dims) {
