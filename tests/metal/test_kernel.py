@@ -212,16 +212,20 @@ kernel void increment(device float* x [[buffer(0)]], uint i [[thread_position_in
 """
 
 
-def test_buffer_updated_in_place() -> None:
-    increment = mtf.metal.kernel(
+def increment_in_place(grid: object) -> mtf.Op:
+    return mtf.metal.kernel(
         "increment",
         INCREMENT,
         outputs=lambda x: x,
         buffers=["rets.0"],
         aliases={0: 0},
-        grid=lambda x: (x.size, 1, 1),
+        grid=grid,
         threadgroup=(32, 1, 1),
     )
+
+
+def test_buffer_updated_in_place() -> None:
+    increment = increment_in_place(lambda x: (x.size, 1, 1))
     a = random(100)
     x = mx.array(a)
     y = increment(increment(x))
@@ -230,15 +234,7 @@ def test_buffer_updated_in_place() -> None:
 
 
 def test_nothing_to_launch() -> None:
-    increment = mtf.metal.kernel(
-        "increment",
-        INCREMENT,
-        outputs=lambda x: x,
-        buffers=["rets.0"],
-        aliases={0: 0},
-        grid=(4, 0, 1),
-        threadgroup=(32, 1, 1),
-    )
+    increment = increment_in_place((4, 0, 1))
     a = random(4)
     np.testing.assert_array_equal(np.array(increment(mx.array(a))), a)
 

@@ -96,8 +96,7 @@ void Rethrow(const std::string& where, const std::runtime_error& error) {
     TVM_FFI_THROW(RuntimeError)
         << where << error.what()
         << " A stream belongs to the thread that made it: evaluate arrays there, with mx.eval, "
-           "before "
-           "another thread uses them, or use a stream of mx.new_thread_unsafe_stream.";
+           "before another thread uses them, or use a stream of mx.new_thread_unsafe_stream.";
   }
   throw;
 }

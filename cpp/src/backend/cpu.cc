@@ -129,11 +129,11 @@ class CpuBackend final : public Backend {
   void Prepare(mx::array& array) override {
     bool lazy = array.status() == mx::array::Status::unscheduled && array.has_primitive();
     if (lazy && IsRunning(array.primitive().stream())) {
-      TVM_FFI_THROW(RuntimeError)
-          << "[mlx_tvm_ffi.call] argument: expected an array that is evaluated or of another "
-          << "stream, got a lazy one of the stream that runs this kernel. It would wait for "
-             "itself: "
-          << "evaluate the array before.";
+      TVM_FFI_THROW(RuntimeError) << "[mlx_tvm_ffi.direct_call] argument: expected an array that "
+                                     "is evaluated or of another "
+                                  << "stream, got a lazy one of the stream that runs this kernel. "
+                                     "It would wait for itself: "
+                                  << "evaluate the array before.";
     }
     array.eval();
     if (array.data_shared_ptr().use_count() <= 1) return;

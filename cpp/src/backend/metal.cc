@@ -486,7 +486,7 @@ class MetalBackend final : public Backend {
     StreamState& state = StateOf(stream);
     if (state.in_op || state.encoders != 0 || state.command_buffers != 0) {
       TVM_FFI_THROW(RuntimeError)
-          << "[mlx_tvm_ffi.call] array: expected an evaluated one while a kernel encodes, "
+          << "[mlx_tvm_ffi.direct_call] array: expected an evaluated one while a kernel encodes, "
              "got one that is not. Evaluate it before.";
     }
     if (array.status() == mx::array::Status::unscheduled && !IsEncoded(array, stream)) {
@@ -537,7 +537,7 @@ class MetalBackend final : public Backend {
     try {
       EndDirect(state, EncoderOf(state.stream), on_encoder);
     } catch (const std::exception& error) {
-      std::fprintf(stderr, "[mlx_tvm_ffi.call] %s\n", error.what());
+      std::fprintf(stderr, "[mlx_tvm_ffi.direct_call] %s\n", error.what());
     }
   }
 };

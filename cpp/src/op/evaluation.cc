@@ -147,10 +147,9 @@ void Evaluate(KernelPrimitive& primitive, const std::vector<mx::array>& inputs,
   try {
     Evaluation(primitive, inputs, outputs, at_once).Run();
   } catch (const tvm::ffi::Error& error) {
-    std::string where = Where(primitive.call()->kernel->options());
-    if (error.message().starts_with(where)) throw;
-    throw tvm::ffi::Error(error.kind(), where + error.kind() + ": " + error.message(),
-                          error.backtrace());
+    const Options& options = primitive.call()->kernel->options();
+    if (error.message().starts_with(Where(options))) throw;
+    ThrowNamed(options, error.kind(), error.message(), error.backtrace());
   } catch (const std::runtime_error& error) {
     Rethrow(Where(primitive.call()->kernel->options()), error);
   }

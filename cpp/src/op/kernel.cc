@@ -18,6 +18,11 @@ namespace ffi = tvm::ffi;
 
 std::string Where(const Options& options) { return "[mlx_tvm_ffi.op " + options.name + "] "; }
 
+void ThrowNamed(const Options& options, const std::string& kind, const std::string& message,
+                const std::string& backtrace) {
+  throw tvm::ffi::Error(kind, Where(options) + kind + ": " + message, backtrace);
+}
+
 void CheckAlias(const Options& options, int output, const mx::Shape& shape, mx::Dtype dtype,
                 const mx::array& input) {
   if (shape == input.shape() && dtype == input.dtype()) return;

@@ -13,6 +13,7 @@
 
 #include "array/tensor.h"
 #include "backend/reap.h"
+#include "op/kernel.h"
 
 namespace mlx_tvm_ffi {
 
@@ -65,12 +66,6 @@ class AllocatorScope {
  private:
   DLPackManagedTensorAllocator previous_ = nullptr;
 };
-
-[[noreturn]] void ThrowNamed(const char* name, const std::string& kind, const std::string& message,
-                             const std::string& backtrace = "") {
-  throw ffi::Error(kind, "[mlx_tvm_ffi.op " + std::string(name) + "] " + kind + ": " + message,
-                   backtrace);
-}
 
 bool SameDims(const DLTensor& a, const DLTensor& b) {
   return a.ndim == b.ndim && a.dtype.code == b.dtype.code && a.dtype.bits == b.dtype.bits &&
@@ -208,6 +203,7 @@ std::shared_ptr<void> KernelLaunch::KeepAlive() const {
 }
 
 void KernelLaunch::Run(const StreamRef& stream) {
+  const Options& options = call_->kernel->options();
   try {
     StreamScope scope(stream);
     AllocatorScope allocator;
@@ -216,13 +212,13 @@ void KernelLaunch::Run(const StreamRef& stream) {
     if (scratch.Kept() >= 0) ThrowKept(scratch.Kept());
   } catch (const ffi::Error& error) {
     if (!error.defined()) {  // tvm-ffi could not make one of what the kernel raised
-      ThrowNamed(name(), "RuntimeError", "an exception whose text is not Unicode");
+      ThrowNamed(options, "RuntimeError", "an exception whose text is not Unicode");
     }
-    ThrowNamed(name(), error.kind(), error.message(), error.backtrace());
+    ThrowNamed(options, error.kind(), error.message(), error.backtrace());
   } catch (const std::exception& error) {
-    ThrowNamed(name(), "RuntimeError", error.what());
+    ThrowNamed(options, "RuntimeError", error.what());
   } catch (...) {
-    ThrowNamed(name(), "RuntimeError", "the kernel threw something that is not a std::exception");
+    ThrowNamed(options, "RuntimeError", "the kernel threw something that is not a std::exception");
   }
 }
 
